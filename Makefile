@@ -1,0 +1,34 @@
+# Everything runs in .venv, made from pinned requirements. Another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all check
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(INSTALLED)  ## install, then train and measure a small EAGLE-3 head on this machine
+	$(RUN) eagle3_lab fit experiments/quickstart.yaml
+
+test: $(INSTALLED)  ## the quick tests: 10 minutes at most, no accelerator
+	$(RUN) pytest -m "not slow and not gpu"
+
+test-all: $(INSTALLED)  ## all tests but those for an accelerator: what CI runs
+	$(RUN) pytest -m "not gpu"
+
+check: $(INSTALLED)  ## format, lint, types
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) pyright
+
+$(INSTALLED): requirements/quickstart.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing pinned requirements into $(VENV), about 2 GB"
+	$(RUN) pip install --quiet -r requirements/quickstart.txt
+	$(RUN) pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,195 @@
+"""`python -m eagle3_lab VERB EXPERIMENT.yaml [--key value ...]`: a command line becomes a call of one typed function.
+
+A verb is a function `verb(experiment: Experiment, *, option: type = default, ...)`. The first word chooses it, the
+YAML and the dotted overrides build its experiment, and options of its own name go to it. Nothing heavy is imported
+until a file has been read; this module is the only one that parses a command line.
+
+To add a verb, write the function and add a line to `VERBS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3_lab.errors import UserError, near
+
+VERBS: dict[str, tuple[str, str, str]] = {
+    "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
+    "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
+}
+"""Verb -> (module, function, one line of help). The module is imported when the verb is used."""
+
+USAGE = "python -m eagle3_lab {verb} EXPERIMENT.yaml [--key value ...] [--print_config] [--help]"
+BOOLS = ("true", "false", "yes", "no", "on", "off", "null")
+
+
+@dataclass
+class Line:
+    """A command line after its verb, split by form alone: which words are options is known only with the verb.
+
+    pairs: (name, value) in order, without leading dashes; the value of a bare option is None.
+    words: what is no option, the experiment taken out.
+    """
+
+    experiment: str | None = None
+    pairs: list[tuple[str, str | None]] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line, `sys.argv[1:]` by default, and return its exit status.
+
+    0: done. 2: a user's mistake, told in one line on stderr. 130: interrupted. A fault of ours is raised as it is.
+    """
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(" ".join(str(error).split("\n")), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def split(arguments: Sequence[str]) -> Line:
+    """Split the words after the verb.
+
+    `--key value` and `--key=value` are pairs; an option followed by another option or by nothing is bare; after a
+    lone `--` everything is a word. The experiment is the first word that ends in `.yaml`, else, where `--option`
+    stands before it, the first such value (`fit --dry-run x.yaml`), else the first word.
+    """
+    line = Line()
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            line.words += rest
+            break
+        if not word.startswith("--"):
+            line.words.append(word)
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        if equals:
+            line.pairs.append((key, value))
+        elif rest and not rest[0].startswith("--") and not _is_flag(key):
+            line.pairs.append((key, rest.pop(0)))
+        else:
+            line.pairs.append((key, None))
+    _take_experiment(line)
+    return line
+
+
+def _take_experiment(line: Line) -> None:
+    yaml = next((word for word in line.words if word.endswith(".yaml")), None)
+    taken = next((i for i, (_, value) in enumerate(line.pairs) if value is not None and value.endswith(".yaml")), None)
+    if yaml is None and taken is not None:
+        key, line.experiment = line.pairs[taken]
+        line.pairs[taken] = (key, None)
+    elif line.words:
+        line.experiment = line.words[0] if yaml is None else yaml
+        line.words.remove(line.experiment)
+
+
+def _is_flag(key: str) -> bool:
+    return key.replace("-", "_") in ("help", "print_config")
+
+
+def _run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return
+    name = arguments[0]
+    if name not in VERBS:
+        raise UserError(f"{name}: no such verb{near(name, VERBS)}")
+    line = split(["--help" if word == "-h" else word for word in arguments[1:]])
+
+    from eagle3_lab import config  # after the verb is known, so that --help and a wrong verb cost nothing
+
+    asks_help = [(key, value) for key, value in line.pairs if key == "help" or key.endswith(".help")]
+    if asks_help:
+        _print_verb_help(name, *asks_help[0])
+        return
+    if line.experiment is None:
+        raise UserError(f"{name}: no experiment given; write: {USAGE.format(verb=name)}")
+    path = config.find_experiment(Path(line.experiment))
+    config.read(path)  # a mistake in a file is told before the verb's module loads torch, which takes seconds
+
+    verb = _load(name)
+    into = typing.get_type_hints(verb)["experiment"]
+    show, options, overrides = _sort(line, verb)
+    checked = config.check(config.compose(path, overrides), into, also=list(_option_names(verb)))
+    if show:
+        print(checked.yaml, end="")
+        return
+    given = config.check_options(verb, options)
+    verb(config.build(checked), **given)
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module, function, _ = VERBS[name]
+    return vars(importlib.import_module(module))[function]
+
+
+def _option_names(verb: Callable[..., Any]) -> list[str]:
+    return [name for name in verb.__annotations__ if name not in ("experiment", "return")]
+
+
+def _sort(line: Line, verb: Callable[..., Any]) -> tuple[bool, dict[str, str | None], list[tuple[str, str]]]:
+    """Sort a line's pairs into: is the configuration to be shown; the verb's own options; overrides of the YAML."""
+    names = _option_names(verb)
+    hints = typing.get_type_hints(verb)
+    show = False
+    options: dict[str, str | None] = {}
+    overrides: list[tuple[str, str]] = []
+    words = list(line.words)
+    for key, value in line.pairs:
+        name = key.replace("-", "_")
+        if name == "print_config":
+            show = value is None or value.lower() not in ("false", "no", "off")
+        elif name in names:
+            if hints[name] is bool and value is not None and value.lower() not in BOOLS:
+                words.append(value)  # `--dry-run TEXT`: a bool takes no such value, the text stands for itself
+                value = None
+            options[name] = value
+        elif value is None:
+            known = [*names, *inspect.signature(hints["experiment"]).parameters]
+            wrong = "needs a value" if key.partition(".")[0] in known else f"no such option{near(name, known)}"
+            raise UserError(f"--{key}: {wrong}")
+        else:
+            overrides.append((key, value))
+    positional = vars(verb).get("positional")
+    if words and positional is not None and positional not in options:
+        options[positional] = words.pop(0)
+    if words:
+        raise UserError(f"{words[0]!r}: unexpected; an override is written --key value")
+    return show, options, overrides
+
+
+def _print_verb_help(name: str, key: str, value: str | None) -> None:
+    from eagle3_lab.config.helping import class_help, verb_help
+
+    verb = _load(name)
+    into = typing.get_type_hints(verb)["experiment"]
+    if key == "help":
+        print(verb_help(verb, into, usage=USAGE.format(verb=name)), end="")
+    else:
+        print(class_help(into, key=key.removesuffix(".help"), name=value), end="")
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in VERBS.items())
+    usage = USAGE.format(verb="VERB")
+    return f"usage: {usage}\n\n{verbs}\n\npython -m eagle3_lab VERB --help shows a verb's options and the YAML's keys."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

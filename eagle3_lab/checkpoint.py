@@ -1,0 +1,125 @@
+"""Checkpoints: the draft only, written so that a half-written one is never loaded, and read only if it fits.
+
+A checkpoint holds tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads it. Beside Lightning's
+own state it says, under ``eagle3_lab``, which target it was trained for.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from eagle3_lab.errors import UserError
+from eagle3_lab.types import DraftModel, FeatureSource, FrozenTarget, TargetSpec
+
+KEY = "eagle3_lab"
+VOCAB = "draft.draft_vocab.d2t"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the destination, syncs, and renames: a killed or full-disk save leaves the last checkpoint whole.
+
+    (Lightning writes in the system's temporary folder and moves, which on another file system is a plain copy.)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        place = Path(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, place)
+        except OSError as error:
+            Path(name).unlink(missing_ok=True)
+            raise UserError(f"{place}: checkpoint not written ({error.strerror}); the last one is kept") from None
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read(Path(path))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a draft was trained for, as stored in its checkpoint."""
+
+    hidden: int
+    vocab: int
+    weights_hash: str
+    tokenizer_hash: str
+
+    @staticmethod
+    def of(spec: TargetSpec) -> Identity:
+        return Identity(spec.hidden, spec.vocab, spec.weights_hash, spec.tokenizer_hash)
+
+    def refuse_other(self, spec: TargetSpec, path: Path) -> None:
+        """Raises UserError where the target at hand has another width, vocabulary or tokenizer, or other weights."""
+        other = Identity.of(spec)
+        for name, wanted, found in (
+            ("hidden size", self.hidden, other.hidden),
+            ("vocabulary", self.vocab, other.vocab),
+            ("tokenizer hash", self.tokenizer_hash, other.tokenizer_hash),
+            ("weights hash", self.weights_hash, other.weights_hash),
+        ):
+            if wanted != found:
+                raise UserError(
+                    f"{path}: trained for a target whose {name} is {wanted}, {spec.name} has {found}; "
+                    "use the target that the checkpoint was trained for"
+                )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint's content, tensors on the CPU.
+
+    Raises:
+        UserError: no such file, or one that is no checkpoint of this lab.
+    """
+    if not path.is_file():
+        raise UserError(f"checkpoint: no file {path}; train one with `fit`")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged archive raises whatever its first wrong byte leads to
+        said = " ".join(str(error).split())[:120]
+        raise UserError(f"{path}: cannot be read as a checkpoint ({said})") from None
+
+
+def usable(path: Path) -> bool:
+    """Whether a checkpoint is there and reads whole."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
+def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: DraftModel) -> dict[str, Any]:
+    """Build ``source`` and ``draft`` for ``target`` and load their trained weights; returns the checkpoint.
+
+    Raises:
+        UserError: trained for another target, or with other parts than these.
+    """
+    content = read(path)
+    if KEY not in content or VOCAB not in content["state_dict"]:
+        raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
+    Identity(**content[KEY]["target"]).refuse_other(target.spec, path)
+    offsets = content["state_dict"][VOCAB]
+    draft.build(target, source.build(target), offsets + torch.arange(len(offsets)))
+    for name, part in (("source", source), ("draft", draft)):
+        prefix = f"{name}."
+        state = {key.removeprefix(prefix): value for key, value in content["state_dict"].items() if key.startswith(prefix)}
+        try:
+            part.load_state_dict(state)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}: does not fit {type(part).__name__} ({said}); use the YAML it was trained with") from None
+    return content

@@ -1,0 +1,286 @@
+"""The stages that verbs are made of: target, data, head, closing table. Each reports itself and reuses what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+
+from eagle3_lab import checkpoint
+from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.decode.methods import Head, Vanilla
+from eagle3_lab.draft.vocab import choose
+from eagle3_lab.errors import UserError
+from eagle3_lab.evaluation import VANILLA, Contestant, Evaluation, Turn, count_turns, measure
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.hits import HitReading, read_hits
+from eagle3_lab.intervals import ratio_interval
+from eagle3_lab.lightning_logger import RunLogger
+from eagle3_lab.progress import Stage, stage
+from eagle3_lab.report.table import Answered, ClosingTable, MethodResult, OnePass, method_result
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.embedded import cache_folder
+from eagle3_lab.tracking import Run, ui_command
+from eagle3_lab.train import DraftModule
+from eagle3_lab.types import Batch
+
+LAST, DRAFT, STATE = "last.ckpt", "draft.ckpt", "state.json"
+
+
+# ------------------------------------------------------------------------------------------------- target and data
+
+
+def load_target(experiment: Experiment) -> HFTarget:
+    """The target, fetched and converted on first use."""
+    with stage("target", "models", 1, experiment.budgets.get("target")) as s:
+        target = experiment.target.load()
+        s.advance()
+    return target
+
+
+def build_data(experiment: Experiment, target: HFTarget) -> ConversationData:
+    """The experiment's conversations, and the fresh answers beside them, for this target."""
+    assert target.tokenizer is not None
+    chat = Chat(target.tokenizer)
+    also = [] if experiment.answers is None else [_answer(experiment, target, chat)]
+    experiment.data.build(chat, target.spec, also)
+    return experiment.data
+
+
+def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
+    assert experiment.answers is not None
+    folder = cache_folder() / "answers"
+    total = len(experiment.answers.questions())
+    with stage("answers", "prompts", total, experiment.budgets.get("answers")) as s:
+        if experiment.answers.place(target, chat, folder).is_file():
+            s.reused()
+        return experiment.answers.make(target, chat, folder, on_answer=lambda tokens: s.advance(1, tokens=tokens))
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folder of one training: its checkpoints, and which run it belongs to. Named by content, so an unchanged
+    experiment finds it again."""
+
+    folder: Path
+
+    @staticmethod
+    def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
+        key = experiment.training_key(target.spec.weights_hash, data.hash)
+        return Work(experiment.tracking.folder / "work" / f"{experiment.name}-{key}")
+
+    @property
+    def draft(self) -> Path:
+        return self.folder / DRAFT
+
+    @property
+    def last(self) -> Path:
+        return self.folder / LAST
+
+    def run_id(self) -> str | None:
+        """The MLflow run that this training was started in."""
+        file = self.folder / STATE
+        return json.loads(file.read_text())["run_id"] if file.is_file() else None
+
+    def remember(self, run_id: str) -> None:
+        """Tie this training to a run, before its first step."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.folder / f".{STATE}-{os.getpid()}"
+            temporary.write_text(json.dumps({"run_id": run_id}))
+            os.replace(temporary, self.folder / STATE)
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror}); name another tracking.folder") from None
+
+
+def build_module(experiment: Experiment, target: HFTarget, data: ConversationData) -> DraftModule:
+    """A fresh head for this target, its weights drawn from the experiment's seed.
+
+    Raises:
+        UserError: options that contradict each other or do not fit the target or the data.
+    """
+    model = experiment.model
+    torch.manual_seed(experiment.seed)
+    try:
+        width = model.features.build(target)
+        counts = data.token_counts()
+        size = model.draft_vocab or target.spec.vocab
+        assert target.tokenizer is not None
+        always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
+        vocab = choose(counts, size, always, min(len(target.tokenizer), target.spec.vocab))
+        model.draft.build(target, width, vocab.to(target.device))
+        module = DraftModule(target, model.features, model.draft, model.unroll, model.loss(), experiment.optimizer)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+    return module.to(target.device)
+
+
+def train_head(
+    experiment: Experiment, module: DraftModule, data: ConversationData, run: Run, work: Work
+) -> dict[str, str]:
+    """Train, going on from the last checkpoint of an interrupted run; ends with ``draft.ckpt`` in ``work``. Returns
+    what was chosen on the way, to be logged."""
+    device = next(module.parameters()).device
+    precision, why = experiment.trainer.precision(device)
+    rank_zero_info(f"training: products in {precision} ({why})")
+    going_on = work.last if checkpoint.usable(work.last) else None
+    with stage("training", "steps", None, experiment.budgets.get("training")) as s:
+        saver = ModelCheckpoint(
+            dirpath=work.folder,
+            filename=work.last.stem,
+            train_time_interval=experiment.trainer.save_interval(),
+            save_top_k=1,
+            enable_version_counter=False,
+            save_on_exception=True,
+        )
+        trainer = experiment.trainer.make(
+            RunLogger(run), [saver, Reporter(s)], checkpoint.AtomicCheckpointIO(), precision, work.folder
+        )
+        trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        trainer.save_checkpoint(work.draft, weights_only=True)
+    return {"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()}
+
+
+class Reporter(Callback):
+    """Tells a stage how training goes."""
+
+    def __init__(self, progress: Stage) -> None:
+        self._stage = progress
+
+    def on_train_start(self, trainer: object, module: object) -> None:
+        self._stage.total = int(trainer.estimated_stepping_batches)  # pyright: ignore[reportAttributeAccessIssue]
+        self._stage.done = trainer.global_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_train_batch_end(self, trainer: object, module: object, outputs: object, batch: Batch, index: int) -> None:
+        steps = trainer.global_step - self._stage.done  # pyright: ignore[reportAttributeAccessIssue]
+        self._stage.advance(steps, tokens=int((batch.document >= 0).sum()))
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | None:
+    """The hit table over all held-out greedy conversations, in the target's dtype; None where nothing is held out."""
+    if not data.held_out:
+        return None
+    total = sum(map(len, data.held_out))
+    with stage("hit table", "tokens", total) as s:
+        return read_hits(module, data.val_dataloader(), on_tokens=s.advance)
+
+
+def decode_methods(
+    experiment: Experiment, evaluation: Evaluation, target: HFTarget, head: Head | None, data: ConversationData | None
+) -> tuple[MethodResult, ...]:
+    """Every method's row, vanilla's first."""
+    held_out = None if data is None else data.prompts()
+    contestants = [Contestant(VANILLA, Vanilla(), target)]
+    other = evaluation.other_dtype
+    if other is not None and other != target.dtype:
+        contestants.append(Contestant(f"{VANILLA} {_name(other)}", Vanilla(), experiment.target.load(other)))
+    contestants += [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
+    total = count_turns(evaluation, held_out) * len(contestants)
+    with stage("evaluation", "answers", total, experiment.budgets.get("evaluation")) as s:
+        turns = measure(contestants, evaluation, held_out, lambda turn: s.advance(1, tokens=len(turn.decoded.tokens)))
+    answered = {name: _by_prompt(made) for name, made in turns.items()}
+    fastest = max((c.name for c in contestants if isinstance(c.method, Vanilla)), key=lambda n: _rate(answered[n]))
+    draw = torch.Generator().manual_seed(experiment.seed)
+    rows = []
+    for c in contestants:
+        base = c.name if isinstance(c.method, Vanilla) else VANILLA
+        row = (answered[c.name], answered[base], answered[fastest], c.method.levels)
+        label = VANILLA if isinstance(c.method, Vanilla) else c.name
+        rows.append(method_result(label, _name(c.target.dtype), *row, generator=draw))
+    return tuple(rows)
+
+
+def closing_table(
+    experiment: Experiment,
+    target: HFTarget,
+    rows: Sequence[MethodResult],
+    hits: HitReading | None,
+    run: Run,
+    draft: Path,
+) -> ClosingTable:
+    """Everything a run closes with."""
+    evaluation = experiment.evaluate
+    measured = []
+    if evaluation is not None:
+        tasks = ", ".join(task.name for task in evaluation.tasks)
+        measured = [f"{evaluation.law}", f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
+    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "CPU"
+    threads = f"{device}, {torch.get_num_threads()} threads" if device == "CPU" else device
+    return ClosingTable(
+        setting="; ".join([f"{experiment.name}: target {target.spec.name}", threads, *measured]),
+        methods=tuple(rows),
+        one_pass=None if hits is None else one_pass(hits, experiment.seed),
+        run_id=run.id,
+        checkpoint=str(draft),
+        ui=" ".join(ui_command(experiment.tracking.folder)),
+        page=run.page,
+    )
+
+
+def one_pass(hits: HitReading, seed: int) -> OnePass:
+    """The hit table's two readings, with an interval over answers for the walked one."""
+    depth = len(hits.visited.judged)
+    emitted = [sum(r.emitted for r in rounds) for rounds in hits.answers]
+    rounds = [len(made) for made in hits.answers]
+    return OnePass(
+        tau_expected=hits.readings["tau_expected"],
+        tau_walked=ratio_interval(emitted, rounds, torch.Generator().manual_seed(seed)),
+        n_alpha_all=tuple(hits.readings[f"step_{n}/n_alpha_all"] for n in range(depth)),
+        n_alpha_walked=hits.visited.n_alpha,
+    )
+
+
+def table_metrics(table: ClosingTable) -> dict[str, float]:
+    """The closing table as metrics: what the UI compares."""
+    found: dict[str, float] = {}
+    for row in table.methods:
+        name = row.name if row.name != VANILLA else f"{VANILLA}_{row.dtype}"
+        for what, value in (
+            ("tau", row.tau),
+            ("tokens_per_s", row.tokens_per_s),
+            ("speedup", row.speedup),
+            ("speedup_over_fastest", row.speedup_fastest),
+        ):
+            found |= {f"eval/{name}/{what}": value.value}
+            found |= {f"eval/{name}/{what}_low": value.low, f"eval/{name}/{what}_high": value.high}
+        found |= {f"eval/{name}/n_alpha_{n}": alpha for n, alpha in enumerate(row.n_alpha)}
+    if table.one_pass is not None:
+        walked = table.one_pass.tau_walked
+        found |= {"eval/one_pass/tau_expected": table.one_pass.tau_expected, "eval/one_pass/tau_walked": walked.value}
+        found |= {"eval/one_pass/tau_walked_low": walked.low, "eval/one_pass/tau_walked_high": walked.high}
+        for n, (every, visited) in enumerate(zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)):
+            found |= {f"eval/one_pass/n_alpha_{n}_all": every, f"eval/one_pass/n_alpha_{n}_walked": visited}
+    return found
+
+
+def _by_prompt(turns: Sequence[Turn]) -> list[Answered]:
+    """A prompt's turns together, in the order they were asked."""
+    grouped: dict[tuple[str, str], list[Turn]] = {}
+    for turn in turns:
+        grouped.setdefault((turn.task, turn.prompt), []).append(turn)
+    return [
+        Answered(tuple(t.decoded for t in one), sum(t.seconds for t in one)) for _, one in sorted(grouped.items())
+    ]
+
+
+def _rate(answered: Sequence[Answered]) -> float:
+    return sum(a.tokens for a in answered) / sum(a.seconds for a in answered)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,252 @@
+"""Files: reads an experiment and the files that it names, and remembers on which line each key was written.
+
+Knows YAML, folders and nothing else: no types, no classes, no interpolation. The result of reading is a `Document`,
+a tree of dicts, lists and scalars as written, beside a table `where` from dotted keys to "file:line".
+
+In dotted keys (`model.losses.0.weight`) the word `init_args` is left out, because a part may be written with it or
+without it and the user means the same key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle3_lab.errors import ConfigError, near
+
+Node: TypeAlias = Any
+"""A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tree as it was written, and where each of its keys was written.
+
+    `tree` holds dicts with text keys, lists and scalars, with `${...}` unresolved and file references replaced by
+    the content of the files. `where` maps dotted keys (without `init_args`) to "file:line". Neither is changed
+    after reading; the functions of `editing` return new documents.
+    """
+
+    tree: dict[str, Any]
+    where: dict[str, str] = field(default_factory=dict)
+
+    def at(self, key: str) -> Document:
+        """Return the part below a dotted key as a document of its own, such as one cell of an ablation.
+
+        Raises: `ConfigError` if nothing is there or if it is no mapping.
+        """
+        node: Node = self.tree
+        for name in key.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError(f"{locate(self.where, key)}{key}: expected a mapping, got {show(node)}")
+        below = f"{key}."
+        return Document(node, {k.removeprefix(below): v for k, v in self.where.items() if k.startswith(below)})
+
+
+def read(path: Path, *, root: Path | None = None) -> Document:
+    """Read a YAML file and replace every text that ends in `.yaml` by the content of the file it names.
+
+    A reference is looked for beside the file that names it, then in `root` (default: the folder of `path`), then in
+    the parents of `root` up to one called `experiments`.
+
+    Raises: `ConfigError` for a file that is missing, is no YAML, holds no mapping or includes itself, for keys that
+    are no text, duplicate keys, tabs, and malformed `${...}`.
+    """
+    where: dict[str, str] = {}
+    tree = _Reader(path.parent if root is None else root, where).file(path, key="", chain=())
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{label(path)}: expected a mapping at the top, got a list")
+    return Document(tree, where)
+
+
+def include(value: Node, *, key: str, root: Path, where: dict[str, str]) -> Node:
+    """Replace the file references in a value from the command line; they may also be relative to where one stands.
+
+    `where` gains the lines of the files that were read. Raises: `ConfigError` as `read`.
+    """
+    return _Reader(root, where).expand(value, key=key, file=None, chain=())
+
+
+def find_experiment(path: Path) -> Path:
+    """Return `path`, or the experiment of that name that is shipped with the package.
+
+    `experiments/eagle3.yaml` and `eagle3.yaml` both name the shipped one if there is no such file here. In a wheel
+    the experiments lie inside the package, in a checkout beside it.
+
+    Raises: `ConfigError` with the nearest name, or the list of names.
+    """
+    if path.is_file():
+        return path
+    tail = path.relative_to("experiments") if path.parts[:1] == ("experiments",) else path
+    for folder in _shipped():
+        if (folder / tail).is_file():
+            return folder / tail
+    names: dict[str, str] = {}
+    for folder in (path if path.is_dir() else path.parent, Path("experiments")):
+        names |= {file.stem: label(file) for file in _experiments(folder)}
+    for folder in _shipped():
+        names |= {file.stem: str(Path("experiments") / file.relative_to(folder)) for file in _experiments(folder)}
+    there = f"; there are: {', '.join(sorted(set(names.values())))}" if names else ""
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder, name a file{there}")
+    # stems are compared, so that `fit eagle3` is understood; the answer is a path that can be pasted
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    raise ConfigError(f"no file {path}{f'; did you mean {names[close[0]]!r}?' if close else there}")
+
+
+def locate(where: Mapping[str, str], key: str, *, otherwise: str = "") -> str:
+    """Return "file:line: " for the longest known beginning of a dotted key, or `otherwise` where nothing is known."""
+    names = plain_key(key).split(".")
+    for length in range(len(names), 0, -1):
+        place = where.get(".".join(names[:length]))
+        if place is not None:
+            return f"{place}: "
+    return f"{otherwise}: " if otherwise else ""
+
+
+def plain_key(key: str) -> str:
+    """Leave `init_args` out of a dotted key, the form in which `where` and messages have it."""
+    return ".".join(name for name in key.split(".") if name != "init_args")
+
+
+def join(key: str, name: str | int) -> str:
+    """Return the dotted key of the child `name` of `key`; the top has the key ""."""
+    return f"{key}.{name}" if key else str(name)
+
+
+def label(path: Path) -> str:
+    """Return how a file is called in messages: relative to the working folder if it lies in it."""
+    here = Path.cwd()
+    full = Path(os.path.normpath(here / path))
+    return str(full.relative_to(here) if full.is_relative_to(here) else full)
+
+
+def show(value: object) -> str:
+    """Return a value as a message shows it: as YAML would have it, on one line, cut if long."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            text = " ".join(repr(value).split())
+            return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shipped() -> Iterator[Path]:
+    yield PACKAGE / "experiments"
+    if (PACKAGE.parent / "pyproject.toml").is_file():  # a checkout; in site-packages the folder would be a stranger's
+        yield PACKAGE.parent / "experiments"
+
+
+def _experiments(folder: Path) -> list[Path]:
+    """The YAML files of a folder that can be run: those in folders called `common` are parts of experiments."""
+    if not folder.is_dir():
+        return []
+    deep = folder.rglob("*.yaml") if folder.name == "experiments" else folder.glob("*.yaml")
+    return sorted(file for file in deep if file.parent.name != "common")
+
+
+class _Reader:
+    """Reads files recursively; `where` is filled on the way, under the key at which a file is included."""
+
+    def __init__(self, root: Path, where: dict[str, str]) -> None:
+        self.root = root
+        self.where = where
+
+    def file(self, path: Path, *, key: str, chain: tuple[Path, ...]) -> Node:
+        full = path.resolve()
+        if full in chain:
+            raise ConfigError(f"{label(path)}: includes itself ({' -> '.join(p.name for p in (*chain, full))})")
+        tree = self._parse(path, key)
+        return self.expand(tree, key=key, file=path, chain=(*chain, full))
+
+    def expand(self, node: Node, *, key: str, file: Path | None, chain: tuple[Path, ...]) -> Node:
+        if isinstance(node, dict):
+            for name in node:
+                if not isinstance(name, str):
+                    place = locate(self.where, key, otherwise="" if file is None else label(file))
+                    raise ConfigError(
+                        f"{place}{plain_key(key)}{': ' if key else ''}key {name!r} is no text; write '{name}'"
+                    )
+            return {k: self.expand(v, key=join(key, k), file=file, chain=chain) for k, v in node.items()}
+        if isinstance(node, list):
+            return [self.expand(v, key=join(key, i), file=file, chain=chain) for i, v in enumerate(node)]
+        if isinstance(node, str) and node.endswith(".yaml"):
+            return self.file(self._find(node, key, file), key=key, chain=chain)
+        return node
+
+    def _find(self, name: str, key: str, file: Path | None) -> Path:
+        place = f"--{key}: " if file is None else locate(self.where, key) + f"{plain_key(key)}: "
+        if "${" in name:
+            raise ConfigError(f"{place}a file reference holds no interpolation, got {name!r}")
+        parents = [self.root, *self.root.resolve().parents]
+        stop = next((i for i, folder in enumerate(parents) if folder.resolve().name == "experiments"), 0)
+        folders = [Path() if file is None else file.parent, *parents[: stop + 1]]
+        for folder in folders:
+            if (folder / name).is_file():
+                return folder / name
+        missing = next((f / name for f in folders if (f / name).parent.is_dir()), self.root / name)
+        there = [file.name for file in missing.parent.glob("*.yaml")] if missing.parent.is_dir() else []
+        raise ConfigError(f"{place}no file {label(missing)}{near(missing.name, there, otherwise='there are')}")
+
+    def _parse(self, path: Path, key: str) -> Node:
+        name = label(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            if node is not None:
+                self._mark(node, name, key)
+            if isinstance(node, yaml.ScalarNode):
+                raise ConfigError(f"{name}: expected a mapping at the top, got {show(node.value)}")
+            # OmegaConf's own reader: it takes 1e-4 for a number and refuses duplicate keys, plain PyYAML does neither
+            return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise ConfigError(f"{name}{line}: {error.problem}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
+        except OmegaConfBaseException as error:
+            below = join(key, dotted(error.full_key)) if error.full_key else key
+            raise ConfigError(f"{locate(self.where, below, otherwise=name)}{below}: {first_line(error)}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name}: cannot be read: {error}") from None
+
+    def _mark(self, node: yaml.Node, file: str, key: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            # `<<` first: what is written beside it is stronger
+            for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+                if name.value == "<<":
+                    for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                        self._mark(merged, file, key)
+                    continue
+                below = join(key, name.value)
+                if name.value != "init_args":
+                    self.where[plain_key(below)] = f"{file}:{name.start_mark.line + 1}"
+                self._mark(value, file, below)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.where[plain_key(join(key, index))] = f"{file}:{item.start_mark.line + 1}"
+                self._mark(item, file, join(key, index))
+
+
+def dotted(full_key: str) -> str:
+    """Turn OmegaConf's `losses[0].weight` into `losses.0.weight`."""
+    return full_key.replace("[", ".").replace("]", "").removeprefix(".")
+
+
+def first_line(error: Exception) -> str:
+    """Return the line of a library's message that matters; the lines after it repeat the key."""
+    return str(error).splitlines()[0].strip()

@@ -1,0 +1,148 @@
+"""Fresh answers of the target, made once and kept: part of an experiment's training text.
+
+The file is keyed by everything that decides its content (target, template, prompts, sampling), written turn by turn,
+and goes on where a killed run left it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.documents import loops
+from eagle3_lab.data.records import file_hash
+from eagle3_lab.data.regenerate import answers
+from eagle3_lab.data.tasks import Prompt, Task
+from eagle3_lab.errors import UserError
+from eagle3_lab.target.adapter import HFTarget
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts that the target answers before training, one answer to each first turn.
+
+    Args:
+        prompts: a .jsonl of {"turns": [...]}, or ``package:fresh_prompts``.
+        limit: only the first so many prompts.
+        temperature: 0 is greedy.
+        max_new_tokens: longer answers are cut there.
+        rows: prompts answered side by side.
+        seed: of the draws.
+    """
+
+    prompts: str = "package:fresh_prompts"
+    limit: int | None = None
+    temperature: float = 0.8
+    max_new_tokens: int = 256
+    rows: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"answers.temperature must be >= 0, got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"answers.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.rows < 1:
+            raise ValueError(f"answers.rows must be >= 1, got {self.rows}")
+
+    def questions(self) -> list[Prompt]:
+        """The prompts. Raises UserError for a broken or missing file."""
+        return Task("fresh", self.prompts, self.limit).prompts()
+
+    def key(self, target: HFTarget, chat: Chat) -> str:
+        """Identity of the answers: the same key, the same file."""
+        spec = target.spec
+        parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype), file_hash(self.prompts)]
+        parts.append(json.dumps(asdict(self), sort_keys=True))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def place(self, target: HFTarget, chat: Chat, folder: Path) -> Path:
+        """Where the finished file lies, once it is made."""
+        return folder / f"{self.key(target, chat)}.jsonl"
+
+    def make(
+        self, target: HFTarget, chat: Chat, folder: Path, on_answer: Callable[[int], None] = lambda tokens: None
+    ) -> Path:
+        """The file of answers, made if it is not there. ``on_answer`` is told each answer's length in tokens.
+
+        Raises:
+            UserError: the folder cannot be written, or a prompt is too long for the target.
+        """
+        place = self.place(target, chat, folder)
+        if place.is_file():
+            return place
+        unfinished = place.with_suffix(".unfinished")
+        questions = self.questions()
+        known = _finished(unfinished)
+        waiting = [q for q in questions if q.id not in known]
+        ids = [chat.prompt_ids(q.messages()) for q in waiting]
+        for question, prompt in zip(waiting, ids, strict=True):
+            if len(prompt) + self.max_new_tokens > target.spec.max_positions:
+                raise UserError(
+                    f"{self.prompts}: prompt {question.id} has {len(prompt)} tokens; with answers.max_new_tokens "
+                    f"{self.max_new_tokens} {target.spec.name} has room for {target.spec.max_positions}"
+                )
+        made = answers(
+            target,
+            ids,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            rows=self.rows,
+            seed=self.seed,
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("a") as file:
+                for answer in made:
+                    record = _record(waiting[answer.index], answer.tokens, answer.cut, self.temperature, target)
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.flush()
+                    on_answer(len(answer.tokens))
+            whole = _finished(unfinished)
+            ordered = [whole[q.id] for q in questions]
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
+            temporary = place.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(text)
+            os.replace(temporary, place)
+            unfinished.unlink()
+        except OSError as error:
+            raise UserError(f"{folder}: answers cannot be written ({error.strerror}); free space or set EAGLE3_LAB_CACHE") from None
+        return place
+
+
+def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: float, target: HFTarget) -> dict:
+    text = target.tokenizer.decode(tokens if cut else tokens[:-1])
+    messages = [*question.messages(), {"role": "assistant", "content": text}]
+    return {
+        "id": question.id,
+        "source": "fresh",
+        "split": "train",
+        "temperature": temperature,
+        "cut": cut,
+        "looping": loops(tokens),
+        "messages": messages,
+    }
+
+
+def _finished(unfinished: Path) -> dict[str, dict]:
+    """Whole lines of an interrupted file, by id; a last line that was cut off is dropped from it."""
+    if not unfinished.is_file():
+        return {}
+    found: dict[str, dict] = {}
+    whole = []
+    for line in unfinished.read_text().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not line.endswith("\n"):
+            break
+        found[record["id"]] = record
+        whole.append(line)
+    unfinished.write_text("".join(whole))
+    return found

@@ -1,0 +1,186 @@
+"""Conversations as they lie in files: what is read, what is refused, what is left out and why.
+
+Two forms, told apart record by record: ``{"messages": [{"role", "content"}, ...]}``, ours, in which a fault is an
+error with its line; and ShareGPT's ``{"conversations": [{"from", "value"}, ...]}``, in which oddities are common, so
+the usable beginning of a conversation is kept and the rest counted.
+
+Knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3_lab.data.chat import Message
+from eagle3_lab.data.records import records, say, whole_characters
+from eagle3_lab.errors import UserError, near
+
+ROLES = ("system", "user", "assistant", "tool")
+SPLITS = ("train", "held_out")
+UNREADABLE = "unreadable"
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("system",), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_call", "observation"), "tool"),
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation that ends with an answer: an optional system turn, then user and assistant in turn.
+
+    ``temperature`` the answers were drawn at (0 greedy, None unknown); ``cut`` the last answer ran out of tokens;
+    ``looping`` an answer repeats itself, says the file; ``exact`` False: the answers' text reads back as other tokens
+    than were written, says the file; ``split`` is ``held_out``, or ``train`` or "", which are the same.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    source: str = ""
+    temperature: float | None = None
+    cut: bool = False
+    looping: bool = False
+    exact: bool = True
+    split: str = ""
+
+
+@dataclass
+class Report:
+    """How many conversations a stage kept, shortened (kept all the same) and dropped, by reason."""
+
+    stage: str
+    kept: int = 0
+    shortened: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Report) -> None:
+        """Count another file's conversations too."""
+        self.kept += other.kept
+        self.shortened += other.shortened
+        self.dropped += other.dropped
+
+    def __str__(self) -> str:
+        text = f"{self.stage}: {self.kept} conversations"
+        for word, reasons in (("dropped", self.dropped), ("shortened", self.shortened)):
+            if reasons:
+                text += f"; {word} " + ", ".join(f"{count} ({why})" for why, count in sorted(reasons.items()))
+        return text
+
+
+def read_conversations(path: str) -> tuple[list[Conversation], Report]:
+    """Read every usable conversation of a file, in its order.
+
+    Raises:
+        UserError: ``file:line: what is wrong; what would be right``, or nothing usable in the whole file.
+    """
+    report = Report("read")
+    found: list[Conversation] = []
+    for place, record in records(path):
+        turns = _turns(record, place)
+        usable, reason = usable_beginning(turns)
+        if usable:
+            report.kept += 1
+            found.append(_conversation(record, place, usable, whole=len(usable) == len(turns)))
+        if reason:
+            (report.shortened if usable else report.dropped)[reason] += 1
+    if not found:
+        raise UserError(f"{path}: no usable conversation ({report})")
+    return found, report
+
+
+def usable_beginning(turns: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
+    """The longest beginning of the form [system], user, assistant, user, assistant, ...; and why it is not all."""
+    end = 0
+    before = ""
+    for i, turn in enumerate(turns):
+        if reason := _fault(turn, before):
+            return tuple(turns[:end]), reason
+        before = turn["role"]
+        end = i + 1 if before == "assistant" else end
+    if not turns:
+        return (), "no turns"
+    return tuple(turns[:end]), "" if end == len(turns) else "last turn not answered"
+
+
+def _fault(turn: Message, before: str) -> str:
+    """Why ``turn`` cannot follow a turn of the role ``before`` ("" at the beginning); "" where it can."""
+    role, empty = turn["role"], not turn["content"].strip()
+    if role == "assistant":
+        if before != "user":
+            return "two answers in a row" if before == "assistant" else "begins with an answer"
+        return "empty answer" if empty else ""
+    if role == "user":
+        return "two questions in a row" if before == "user" else "empty question" if empty else ""
+    if role == "system":
+        return "system turn inside" if before else ""
+    return "tool turn" if role == "tool" else "turn without a known role or without text"
+
+
+def _turns(record: dict[str, Any], place: str) -> list[Message]:
+    if "messages" in record:
+        return _strict(record["messages"], place)
+    if "conversations" in record:
+        return _sharegpt(record, place)
+    keys = ", ".join(sorted(record)) or "none"
+    raise UserError(f"{place}: neither 'messages' nor 'conversations' among the keys ({keys}); one of them is needed")
+
+
+def _strict(messages: object, place: str) -> list[Message]:
+    """Our own form: every fault is an error."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{place}: messages is {say(messages)}; a list of objects with 'role' and 'content' is needed")
+    turns: list[Message] = []
+    for i, message in enumerate(messages):
+        where = f"{place}: messages[{i}]"
+        if not isinstance(message, dict):
+            raise UserError(f"{where} is {say(message)}; an object with 'role' and 'content' is needed")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                fault = f"{key} is {say(message[key])}" if key in message else f"no {key}"
+                raise UserError(f"{where}: {fault}; a string is needed")
+        if message["role"] not in ROLES:
+            raise UserError(f"{where}: unknown role {message['role']!r}{near(message['role'], ROLES)}")
+        if not whole_characters(message["content"]):
+            raise UserError(f"{where}: content holds half a surrogate pair; whole characters are needed")
+        turns.append({"role": message["role"], "content": message["content"]})
+    return turns
+
+
+def _sharegpt(record: dict[str, Any], place: str) -> list[Message]:
+    """ShareGPT: what cannot be read becomes a turn that ends the usable beginning."""
+    listed, system = record["conversations"], record.get("system")
+    if not isinstance(listed, list):
+        raise UserError(f"{place}: conversations is {say(listed)}; a list of objects with 'from' and 'value' is needed")
+    turns: list[Message] = []
+    if isinstance(system, str) and system.strip() and whole_characters(system):
+        turns.append({"role": "system", "content": system})
+    for turn in listed:
+        said = turn if isinstance(turn, dict) else {}
+        role, value = said.get("from", said.get("role")), said.get("value", said.get("content"))
+        if isinstance(role, str) and isinstance(value, str) and whole_characters(value):
+            turns.append({"role": SHAREGPT_ROLES.get(role.lower(), UNREADABLE), "content": value})
+        else:
+            turns.append({"role": UNREADABLE, "content": ""})
+    return turns
+
+
+def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, ...], *, whole: bool) -> Conversation:
+    """The record with its messages' usable beginning; ``whole`` False: its last answer is not the record's last."""
+    kinds = {"source": (str,), "temperature": (int, float), "split": (str,)}
+    kinds |= dict.fromkeys(("cut", "looping", "exact"), (bool,))
+    said: dict[str, Any] = {}
+    for key, kind in kinds.items():
+        value = record.get(key)
+        if value is None:
+            continue
+        if type(value) not in kind:  # not isinstance: True is no temperature
+            raise UserError(f"{place}: {key} is {say(value)}; {' or '.join(k.__name__ for k in kind)} is needed")
+        said[key] = value
+    if said.get("split", "train") not in SPLITS:
+        raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
+    said["cut"] = said.get("cut", False) and whole
+    return Conversation(str(record.get("id", place)), messages, **said)

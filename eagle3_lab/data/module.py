@@ -1,0 +1,202 @@
+"""An experiment's conversations, ready to train on: the one object that a YAML's ``data:`` names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.conversations import Conversation, Report, read_conversations
+from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
+from eagle3_lab.data.held_out import candidates, without
+from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
+from eagle3_lab.data.records import file_hash
+from eagle3_lab.data.tasks import Prompt
+from eagle3_lab.errors import UserError
+from eagle3_lab.types import TargetSpec
+
+_log = logging.getLogger(__name__)
+
+
+class ConversationData(LightningDataModule):
+    """Conversations from one file: packed training rows, and greedy held-out rows for validation.
+
+    Build it once with the target's chat and sizes, then hand it to a trainer.
+
+    Args:
+        path: a .jsonl, .jsonl.gz or .json of conversations (see `conversations`), or ``package:conversations``.
+        max_length: longest document in tokens.
+        row_length: tokens a packed row has room for.
+        rows_per_batch: rows of one batch, on each process.
+        over_length: what is done with a longer conversation: ``cut`` it at ``max_length``, or ``drop`` it.
+        held_out: greedy conversations that validate and never train: a number, a share of the greedy ones, or None:
+            all that the file marks ``"split": "held_out"``, else a share of 0.05. 0: no validation.
+        limit: train on at most so many conversations, chosen by their ids: a smaller limit's are among a larger one's.
+        seed: of the training order. Neither ``limit``'s choice nor the held-out ones depend on it.
+
+    Attributes, once built:
+        train, held_out: the documents, in a fixed order.
+        reports: what was kept, shortened and dropped: in reading each file, in training, in holding out.
+        hash: identity of all tokens and masks.
+    """
+
+    train: list[Document]
+    held_out: list[Document]
+    reports: list[Report]
+    hash: str
+
+    def __init__(
+        self,
+        path: str = "package:conversations",
+        max_length: int = 512,
+        row_length: int = 1024,
+        rows_per_batch: int = 1,
+        over_length: OverLength = "cut",
+        held_out: int | float | None = None,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {max_length}")
+        if row_length < max_length:
+            raise ValueError(f"row_length must be at least max_length, {max_length}, got {row_length}")
+        if rows_per_batch < 1:
+            raise ValueError(f"rows_per_batch must be at least 1, got {rows_per_batch}")
+        if held_out is not None and (held_out < 0 or (isinstance(held_out, float) and held_out >= 1)):
+            raise ValueError(f"held_out must be a number from 0, a share in [0.0, 1.0), or null, got {held_out}")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1 or null, got {limit}")
+        self.path = path
+        self.max_length = max_length
+        self.row_length = row_length
+        self.rows_per_batch = rows_per_batch
+        self.over_length: OverLength = over_length
+        self.wanted = held_out
+        self.limit = limit
+        self.seed = seed
+
+    def build(self, chat: Chat, spec: TargetSpec, beside: Sequence[Path | str] = ()) -> None:
+        """Read, encode and divide the conversations, for one target.
+
+        ``beside``: further files, trained on as a whole: neither held out nor limited.
+
+        Raises:
+            UserError: an unreadable file, a template that cannot be masked, nothing left to train on, or a target that
+                cannot read so many tokens, has no such token, or does not end at the template's end of turn.
+        """
+        if self.max_length > spec.max_positions:
+            raise UserError(f"data.max_length: {self.max_length}, but {spec.name} reads at most {spec.max_positions}")
+        if chat.end_of_turn not in spec.end_tokens:
+            raise UserError(
+                f"chat template: ends an answer with token {chat.end_of_turn}, at which {spec.name} does not stop "
+                f"(end tokens {list(spec.end_tokens)}); template and target must be of one model"
+            )
+        found, read = read_conversations(self.path)
+        for file in also:
+            more, counted = read_conversations(str(file))
+            found += more
+            read.add(counted)
+        train, held = Report("train"), Report("held out")
+        split = candidates(found, self.wanted)
+        self.held_out = list(islice(self._documents(split.held_out, chat, held), split.wanted))
+        self.train = list(islice(self._documents(self._unasked(split.train, train), chat, train), self.limit))
+        self.reports = [read, train, held]
+        for path in beside:
+            more, read = read_conversations(str(path))
+            self.reports.insert(-2, read)
+            self.train += self._documents(self._unasked(more, train), chat, train)
+        if not self.train:
+            raise UserError(
+                f"{self.path}: nothing to train on within max_length {self.max_length} ({train}); "
+                "a larger max_length or other conversations are needed"
+            )
+        self._check_ids(spec)
+        self.hash = documents_hash([*self.train, *self.held_out])
+        self._spec, self._template_hash = spec, chat.template_hash
+        if any(report.dropped for report in self.reports):
+            _log.warning("%s", self.summary())
+
+    def summary(self) -> str:
+        """What was kept, shortened and dropped, and why; one line a stage."""
+        return "\n".join(map(str, self.reports))
+
+    def manifest(self) -> dict[str, Any]:
+        """Where the training text comes from: enough to tell two runs' data apart."""
+        return {
+            "hash": self.hash,
+            "path": self.path,
+            "file_hash": file_hash(self.path),
+            "tokenizer_hash": self._spec.tokenizer_hash,
+            "template_hash": self._template_hash,
+            "max_length": self.max_length,
+            "over_length": self.over_length,
+            "train": _sizes(self.train),
+            "held_out": _sizes(self.held_out),
+        }
+
+    def token_counts(self) -> Int[Tensor, " V"]:
+        """How often each target token was written by the target in the training text, for the draft vocabulary."""
+        written = torch.cat([one.ids[one.supervised] for one in self.train])
+        return torch.bincount(written.long(), minlength=self._spec.vocab)
+
+    def prompts(self) -> list[Prompt]:
+        """The held-out conversations' user turns, to be answered anew by a decoder."""
+        return [_prompt(one.conversation) for one in self.held_out]
+
+    def train_dataloader(self) -> RowLoader:
+        """Packed rows, in an order of their own each epoch; resumable at any batch."""
+        return self._loader(self.train, self.seed)
+
+    def val_dataloader(self) -> list[RowLoader]:
+        """One loader of packed held-out rows, in one fixed order; none where nothing is held out."""
+        return [self._loader(self.held_out, None)] if self.held_out else []
+
+    def _unasked(self, some: Sequence[Conversation], report: Report) -> list[Conversation]:
+        return without(some, [one.conversation for one in self.held_out], report)
+
+    def _documents(self, some: Sequence[Conversation], chat: Chat, report: Report) -> Iterator[Document]:
+        return documents(some, chat, report, max_length=self.max_length, over_length=self.over_length)
+
+    def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
+        rank, world = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+        order = RowOrder(
+            list(map(len, found)),
+            self.row_length,
+            rows_per_batch=self.rows_per_batch,
+            seed=seed,
+            rank=rank,
+            world=world,
+        )
+        data = f"{self.hash}, seed {seed}, {self.rows_per_batch} rows of {self.row_length}, {world} processes"
+        return RowLoader(PackedRows(found, self.row_length), order, data)
+
+    def _check_ids(self, spec: TargetSpec) -> None:
+        highest = max(int(one.ids.max()) for one in [*self.train, *self.held_out])
+        if highest >= spec.vocab:
+            raise UserError(
+                f"tokenizer: gives token {highest}, but {spec.name} has {spec.vocab}; both must be of one model"
+            )
+
+
+def _sizes(found: Sequence[Document]) -> dict[str, int]:
+    return {
+        "conversations": len(found),
+        "tokens": sum(map(len, found)),
+        "supervised": sum(int(one.supervised.sum()) for one in found),
+    }
+
+
+def _prompt(conversation: Conversation) -> Prompt:
+    system = [turn["content"] for turn in conversation.messages if turn["role"] == "system"]
+    turns = tuple(turn["content"] for turn in conversation.messages if turn["role"] == "user")
+    return Prompt(conversation.id, turns, conversation.source, system[0] if system else None)

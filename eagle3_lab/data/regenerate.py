@@ -1,0 +1,144 @@
+"""The target answers prompts itself: continuous batching over the decoder's own session.
+
+A head learns from the target's answers, so they are made here by the target that will be decoded, token by token
+through the same adapter. Rows are independent: as soon as one ends, the next prompt takes its place. Every prompt draws
+from a generator of its own, seeded by the run's seed and the prompt's number, so its draws do not depend on its
+neighbours (its arithmetic does, in the last bits: a forward of 32 rows rounds unlike one of a single row).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle3_lab.target.adapter import HFSession, HFTarget
+from eagle3_lab.types import PADDING, Needs, Tree, Verdict
+
+SETTLE_EVERY = 16  # steps between exact looks at the longest row; until then reads may span a bucket too many
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: token ids, the end token included unless ``cut`` at the length limit."""
+
+    index: int
+    tokens: tuple[int, ...]
+    cut: bool
+
+
+@dataclass
+class _Live:
+    """A prompt being answered in one row of the session."""
+
+    index: int
+    tokens: list[int]
+    generator: torch.Generator
+
+
+@torch.inference_mode()
+def answers(
+    target: HFTarget,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    rows: int = 32,
+    seed: int = 0,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Iterator[Answer]:
+    """Answer every prompt, yielding each as it ends (not in order).
+
+    Args:
+        prompts: token ids up to and including the generation prompt, each non-empty.
+        temperature: 0 is greedy; otherwise logits are divided by it, nothing is filtered.
+        max_new_tokens: an answer that reaches it without an end token is cut.
+        rows: prompts answered side by side.
+        seed: with the prompt's index, the seed of that prompt's draws.
+        on_tokens: called each step with how many tokens were made.
+    """
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i)))
+    rows = min(rows, len(prompts))
+    capacity = max(map(len, prompts), default=1) + max_new_tokens + 1
+    session = target.open(rows, capacity, Needs(logits=True))
+    live: list[_Live | None] = [None] * rows
+    token = torch.zeros(rows, dtype=torch.long, device=target.device)
+    ends = set(target.spec.end_tokens)
+    step = 0
+    while True:
+        for row in range(rows):
+            while live[row] is None and waiting:
+                index = waiting.popleft()
+                fresh = _Live(index, [], torch.Generator().manual_seed(hash_seed(seed, index)))
+                first = _draw(_prefill(target, session, row, prompts[index]), temperature, [fresh])
+                token[row] = first[0]
+                live[row] = fresh
+                if answer := _extend(fresh, int(first[0]), ends, max_new_tokens):
+                    live[row] = None
+                    yield answer
+        if not any(live):
+            return
+        active = torch.tensor([one is not None for one in live], device=target.device)
+        logits = _step(session, token, active)
+        token = _draw(logits, temperature, live).to(target.device)
+        made = token.tolist()
+        on_tokens(int(active.sum()))
+        for row, one in enumerate(live):
+            if one is not None and (answer := _extend(one, made[row], ends, max_new_tokens)):
+                live[row] = None
+                yield answer
+        step += 1
+        if step % SETTLE_EVERY == 0:
+            session.cache.lengths[~active] = 0  # an idle row holds the view open no longer
+            session.cache.settle()
+
+
+def hash_seed(seed: int, index: int) -> int:
+    """One 63-bit seed for a pair; neighbours share no bits to speak of (SplitMix64's finaliser)."""
+    x = (seed * 0x9E3779B97F4A7C15 + index + 1) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (x ^ (x >> 31)) >> 1
+
+
+def _prefill(target: HFTarget, session: HFSession, row: int, prompt: Sequence[int]) -> Float[Tensor, "1 V"]:
+    """Read one prompt and put its keys into ``row``; the logits after it."""
+    alone = target.open(1, len(prompt), Needs(logits=True))
+    ids = torch.tensor([list(prompt)], device=target.device)
+    logits = alone.prefill(ids, torch.tensor([ids.shape[1]], device=target.device)).logits[:, 0]
+    session.cache.adopt(row, alone.cache)
+    return logits
+
+
+def _step(session: HFSession, token: Int[Tensor, " B"], active: Tensor) -> Float[Tensor, "B V"]:
+    """One forward of one token a row; idle rows are scored and dropped."""
+    zero = torch.zeros_like(token)
+    tree = Tree(token[:, None], zero[:, None], torch.ones_like(token, dtype=torch.bool)[:, None])
+    logits = session.score(tree).logits[:, 0]
+    session.commit(Verdict(torch.where(active, 0, PADDING)[:, None], zero, zero))
+    return logits
+
+
+def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None]) -> Int[Tensor, " B"]:
+    """The next token of every row, each from its own generator."""
+    if temperature == 0:
+        return logits.argmax(-1).cpu()
+    cumulative = torch.softmax(logits.float() / temperature, -1).cpu().double().cumsum(-1)
+    uniform = torch.stack(
+        [torch.rand(1, dtype=torch.double, generator=one.generator) if one else torch.zeros(1).double() for one in live]
+    )
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0].clamp(
+        max=logits.shape[-1] - 1
+    )
+
+
+def _extend(one: _Live, token: int, ends: set[int], limit: int) -> Answer | None:
+    """Add a token; the finished answer, once it is one."""
+    one.tokens.append(token)
+    if token in ends:
+        return Answer(one.index, tuple(one.tokens), cut=False)
+    return Answer(one.index, tuple(one.tokens), cut=True) if len(one.tokens) == limit else None

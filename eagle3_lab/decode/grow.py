@@ -1,0 +1,229 @@
+"""Shapes of token trees that a draft grows: static ones, and the confidence-driven one.
+
+How they are driven is :mod:`eagle3_lab.decode.growth`'s matter. Scores are the draft's log-softmax at temperature 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle3_lab.decode.growth import Frontier, Grow, Grown, Growth, top
+
+# ------------------------------------------------------------------------------------------------------ static trees
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of a static tree, on one device: ``pick`` the place of each node among (frontier row, rank), of each
+    next frontier row its place in the level, its parent's frontier row, and what it sees."""
+
+    ranks: int
+    pick: Int[Tensor, " nodes"]
+    front: Int[Tensor, " F"]
+    parent: Int[Tensor, " F"]
+    visible: Bool[Tensor, "F M"]
+
+
+class StaticTree(Grow):
+    """A fixed shape: each choice is a path of sibling ranks below the root, ``[0, 2]`` being the third best child of
+    the best child. Nodes are ordered by level, then by path.
+
+    Raises ValueError for no choices, an empty path, a negative rank, a repeated path, a path whose parent does not
+    stand before it.
+    """
+
+    drawable = True
+
+    def __init__(self, choices: list[list[int]]) -> None:
+        paths = [tuple(c) for c in choices]
+        if not paths:
+            raise ValueError("choices must name at least one node, got []")
+        seen: set[tuple[int, ...]] = {()}
+        for i, path in enumerate(paths):
+            if not path or min(path) < 0:
+                raise ValueError(f"choices.{i} must be a path of ranks >= 0, got {list(path)}")
+            if path in seen:
+                raise ValueError(f"choices.{i} repeats {list(path)}")
+            if path[:-1] not in seen:
+                raise ValueError(f"choices.{i}: the parent {list(path[:-1])} of {list(path)} must stand before it")
+            seen.add(path)
+        order = sorted(seen, key=lambda path: (len(path), path))
+        self._parents = [order.index(path[:-1]) for path in order]
+        self._by_level = [[p for p in order if len(p) == n] for n in range(len(order[-1]) + 1)]
+        inner = {path[:-1] for path in paths}
+        self._frontiers = [[p for p in level if p in inner] for level in self._by_level]
+        self._plans: dict[torch.device, tuple[list[_Level], Tensor]] = {}
+        self.nodes = len(order)
+        self.levels = len(self._by_level) - 1
+        self.widths = tuple(len(front) for front in self._frontiers[1:-1])
+
+    def check(self, vocab: int) -> None:
+        ranks = max(path[-1] for level in self._by_level[1:] for path in level) + 1
+        if vocab < ranks:
+            raise ValueError(f"choices use {ranks} ranks, the draft vocabulary has {vocab} tokens")
+
+    def begin(self) -> Growth:
+        return _StaticGrowth(self)
+
+    def plan(self, device: torch.device) -> tuple[list[_Level], Int[Tensor, " N"]]:
+        """The index tensors of every level and all parents, made once per device."""
+        if device not in self._plans:
+            levels = [self._level(n, device) for n in range(1, self.levels + 1)]
+            self._plans[device] = levels, torch.tensor(self._parents, device=device)
+        return self._plans[device]
+
+    def _level(self, n: int, device: torch.device) -> _Level:
+        before, level, front = self._frontiers[n - 1], self._by_level[n], self._frontiers[n]
+        ranks = max(path[-1] for path in level) + 1
+        rows = [path for frontier in self._frontiers[1 : n + 1] for path in frontier]
+        sees = [[path[: len(row)] == row for row in rows] for path in front]
+
+        def index(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        return _Level(
+            ranks,
+            index([before.index(path[:-1]) * ranks + path[-1] for path in level]),
+            index([level.index(path) for path in front]),
+            index([before.index(path[:-1]) for path in front]),
+            torch.tensor(sees, dtype=torch.bool, device=device).reshape(len(front), len(rows)),
+        )
+
+
+class Chain(StaticTree):
+    """``length`` drafts, each the best child of the last. Raises ValueError for length < 1."""
+
+    def __init__(self, length: int) -> None:
+        if length < 1:
+            raise ValueError(f"length must be >= 1, got {length}")
+        super().__init__([[0] * n for n in range(1, length + 1)])
+
+
+# One string a level, one word a node, one digit a rank.
+# Source: SafeAILab/EAGLE cb7e084 eagle/model/choices.py:1-3 (25 nodes; Medusa's list of this name has 63).
+MC_SIM_7B_63: list[list[int]] = [
+    [int(rank) for rank in path]
+    for level in (
+        "0 1 2 3",
+        "00 01 02 10 11 20 21 30",
+        "000 001 002 010 011 020 021 100",
+        "0000 0001 0002",
+        "00000 00001",
+    )
+    for path in level.split()
+]
+
+
+class McSim7b63(StaticTree):
+    """The published static tree of EAGLE-1, ``mc_sim_7b_63``: 26 nodes with the root, 5 levels."""
+
+    def __init__(self) -> None:
+        super().__init__(MC_SIM_7B_63)
+
+
+class _StaticGrowth(Growth):
+    def __init__(self, shape: StaticTree) -> None:
+        self.shape = shape
+        self.tokens: list[Tensor] = []
+
+    def expand(self, log_q: Float[Tensor, "B F Vd"]) -> Frontier | None:
+        level = self.shape.plan(log_q.device)[0][len(self.tokens)]
+        tokens = top(log_q, level.ranks)[1].flatten(1)[:, level.pick]
+        self.tokens.append(tokens)
+        if len(self.tokens) == self.shape.levels:
+            return None
+        batch = len(tokens)
+        return Frontier(tokens[:, level.front], level.parent.expand(batch, -1), level.visible.expand(batch, -1, -1))
+
+    def finish(self) -> Grown:
+        tokens = torch.cat(self.tokens, dim=1)
+        parents = self.shape.plan(tokens.device)[1]
+        return Grown(tokens, parents.expand(len(tokens), -1))
+
+
+# ------------------------------------------------------------------------------------------------------ dynamic tree
+
+
+class DynamicTree(Grow):
+    """The confidence-driven tree of EAGLE-2 and EAGLE-3: each level keeps the ``width`` nodes of highest cumulated
+    log-probability as next frontier, then the ``budget - 1`` best of all candidates form the tree.
+
+    ``levels`` below the root (official depth + 1), ``width`` (official top_k), ``budget`` nodes with the root (official
+    total_token). A node never stands without its parent: a child's score is at most its parent's, and ties go to the
+    lower level, then to the lower index.
+
+    Raises ValueError for values < 1 (budget < 2) and a budget above the number of candidates plus the root.
+    Source: SafeAILab/EAGLE cb7e084 eagle/model/cnets.py:669-823.
+    """
+
+    drawable = False
+
+    def __init__(self, levels: int, width: int, budget: int) -> None:
+        if levels < 1:
+            raise ValueError(f"levels must be >= 1, got {levels}")
+        if width < 1:
+            raise ValueError(f"width must be >= 1, got {width}")
+        most = 1 + width + (levels - 1) * width**2
+        if not 2 <= budget <= most:
+            raise ValueError(f"budget must lie in 2 .. {most} with levels {levels} and width {width}, got {budget}")
+        self.levels, self.width, self.budget = levels, width, budget
+        self.nodes = budget
+        self.widths = (width,) * (levels - 1)
+
+    def check(self, vocab: int) -> None:
+        if vocab < self.width:
+            raise ValueError(f"width is {self.width}, the draft vocabulary has {vocab} tokens")
+
+    def begin(self) -> Growth:
+        return _DynamicGrowth(self.levels, self.width, self.budget)
+
+
+class _DynamicGrowth(Growth):
+    """Candidates are numbered from 1 in order of level, frontier row and rank; 0 is the root."""
+
+    def __init__(self, levels: int, width: int, budget: int) -> None:
+        self.levels, self.width, self.budget = levels, width, budget
+        self.tokens: list[Tensor] = []  # each (B, F * width), as are scores and parents
+        self.scores: list[Tensor] = []
+        self.parents: list[Tensor] = []
+        self.front: tuple[Tensor, Tensor] | None = None  # the frontier's candidate numbers and scores, (B, F)
+        self.visible: Tensor | None = None
+
+    def expand(self, log_q: Float[Tensor, "B F Vd"]) -> Frontier | None:
+        exact = log_q if log_q.dtype == torch.float64 else log_q.float()
+        log_p, tokens = top(exact, self.width)  # (B, F, width)
+        number, score = self.front or (log_q.new_zeros(log_q.shape[:2], dtype=torch.long), log_p.new_zeros(1, 1))
+        tokens, scores = tokens.flatten(1), (score[..., None] + log_p).flatten(1)
+        behind = 1 + sum(t.shape[1] for t in self.tokens)
+        self.tokens.append(tokens)
+        self.scores.append(scores)
+        self.parents.append(number.repeat_interleave(self.width, dim=1))
+        if len(self.tokens) == self.levels:
+            return None
+        best, pick = top(scores, self.width)
+        self.front = (behind + pick, best)
+        parent = pick // self.width
+        self.visible = self._see(parent)
+        return Frontier(tokens.gather(1, pick), parent, self.visible)
+
+    def finish(self) -> Grown:
+        scores, tokens = torch.cat(self.scores, dim=1), torch.cat(self.tokens, dim=1)
+        above = torch.cat(self.parents, dim=1)
+        chosen = top(scores, self.budget - 1)[1].sort(dim=1).values  # by number, so parents come first
+        kept = torch.zeros_like(above).scatter_(1, chosen, 1)
+        node = torch.nn.functional.pad(kept.cumsum(1), (1, 0))  # candidate number -> node, where kept; the root is 0
+        parents = node.gather(1, above.gather(1, chosen))
+        return Grown(tokens.gather(1, chosen), torch.nn.functional.pad(parents, (1, 0)))
+
+    def _see(self, parent: Int[Tensor, "B F"]) -> Bool[Tensor, "B F M"]:
+        """What the parent saw, and itself."""
+        batch, rows = parent.shape
+        itself = torch.eye(rows, dtype=torch.bool, device=parent.device).expand(batch, rows, rows)
+        if self.visible is None:
+            return itself
+        seen = self.visible.gather(1, parent[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        return torch.cat((seen, itself), dim=2)

@@ -1,0 +1,233 @@
+"""The EAGLE-3 draft head, and the decoder layer that other heads share with it.
+
+Step s of row t: the embedding of token x[t+1+s] and the carry, each normed, side by side into the first layer's
+q, k, v; the un-normed carry is the residual; the un-normed output is the next carry; ``norm``, then the draft's own
+head over the draft vocabulary. The embedding is the target's, frozen, and no parameter of the draft.
+
+Source: EAGLE-3 (arXiv 2503.01840); SafeAILab/EAGLE cb7e084 traineagle3/cnets.py:201-203, 380-439, 847-851.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from eagle3_lab.draft.attention import rotate
+from eagle3_lab.draft.vocab import DraftVocab
+from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rotary, Rows
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine of the rows' rope angles, [B, T, d] each, shared by all layers of a step."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) times a learned weight; computed in float32 (float64 stays), returned in x's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention over whatever keys the context holds; q, k, v read ``reads`` wide rows."""
+
+    def __init__(self, index: int, reads: int, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, head_dim
+        self.q_proj = nn.Linear(reads, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(reads, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(reads, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "B T reads"], angles: Angles, rows: Rows, context: Context
+    ) -> Float[Tensor, "B T D"]:
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        out = context.attend(self.index, rotate(q, *angles), rotate(k, *angles), v, rows)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, d)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Llama's layer: attention on the normed stream, then SwiGLU on it, each added to the un-normed stream."""
+
+    def __init__(self, attention: SelfAttention, width: int, intermediate: int, eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, intermediate)
+
+    def forward(
+        self, hidden: Float[Tensor, "B T D"], angles: Angles, rows: Rows, context: Context
+    ) -> Float[Tensor, "B T D"]:
+        return self.after(hidden, self.self_attn(self.input_layernorm(hidden), angles, rows, context))
+
+    def after(self, residual: Float[Tensor, "B T D"], attended: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """The rest of the layer, once attention has spoken."""
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class FusingLayer(DecoderLayer):
+    """EAGLE-3's first layer: attention reads the token's embedding and the carry side by side, embedding first.
+
+    ``input_layernorm`` norms the embedding, ``hidden_norm`` the carry; the residual is the carry, un-normed.
+    """
+
+    def __init__(self, attention: SelfAttention, width: int, intermediate: int, eps: float) -> None:
+        super().__init__(attention, width, intermediate, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+
+    def fuse(
+        self,
+        embedding: Float[Tensor, "B T D"],
+        hidden: Float[Tensor, "B T D"],
+        angles: Angles,
+        rows: Rows,
+        context: Context,
+    ) -> Float[Tensor, "B T D"]:
+        both = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
+        return self.after(hidden, self.self_attn(both, angles, rows, context))
+
+
+class Eagle3(DraftModel):
+    """The EAGLE-3 head: a fusing layer, then ``num_layers - 1`` ordinary ones, norm, and a head of Vd rows.
+
+    Sizes left None are the target's own. ``head`` says how the head's rows begin: "target" copies the target's rows
+    of the draft vocabulary and trains them, "frozen" copies and keeps them, "random" trains from scratch (official).
+    ``rope_base`` None is the target's own rotary embedding; a number is the plain one of that base (the official
+    training code uses 10000 whatever the target's configuration says).
+
+    Raises:
+        ValueError: for sizes that do not fit, at construction or, where the target decides, in ``build``.
+
+    Source: SafeAILab/EAGLE cb7e084 traineagle3/cnets.py; "frozen": vllm-project/speculators c05b95b model.py:66-77.
+    """
+
+    layers: nn.ModuleList
+    norm: RMSNorm
+    lm_head: nn.Linear
+    draft_vocab: DraftVocab
+
+    def __init__(
+        self,
+        num_layers: int = 1,
+        intermediate: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        head: Literal["target", "frozen", "random"] = "target",
+        rope_base: float | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "num_layers": num_layers,
+            "intermediate": intermediate,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"draft.{name} must be >= 1, got {size}")
+        if head not in ("target", "frozen", "random"):
+            raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
+        if rope_base is not None and rope_base <= 1:
+            raise ValueError(f"draft.rope_base must be > 1, got {rope_base}")
+        self.depth, self.intermediate = num_layers, intermediate
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.head, self.rope_base = head, rope_base
+
+    def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
+        spec = target.spec
+        if width != spec.hidden:
+            raise ValueError(
+                f"draft width (the features' {width}) must equal the target's hidden width {spec.hidden}: "
+                "the draft reads the target's embedding"
+            )
+        heads, kv_heads = self.heads or spec.heads, self.kv_heads or spec.kv_heads
+        head_dim, intermediate = self.head_dim or spec.head_dim, self.intermediate or spec.intermediate
+        if heads % kv_heads:
+            raise ValueError(f"draft.heads must be a multiple of draft.kv_heads, got {heads} and {kv_heads}")
+        if head_dim % 2:
+            raise ValueError(f"draft.head_dim must be even (rotary pairs), got {head_dim}")
+        self.layers = nn.ModuleList()
+        for index in range(self.depth):
+            kind, reads = (FusingLayer, 2 * width) if index == 0 else (DecoderLayer, width)
+            attention = SelfAttention(index, reads, width, heads, kv_heads, head_dim)
+            self.layers.append(kind(attention, width, intermediate, spec.rms_eps))
+        self.norm = RMSNorm(width, spec.rms_eps)
+        self.draft_vocab = DraftVocab(vocab, spec.vocab)
+        self.lm_head = self._head(target, vocab)
+        self._rotary = target.rotary(head_dim) if self.rope_base is None else plain_rotary(self.rope_base, head_dim)
+        self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
+
+    def start(self, features: Float[Tensor, "B T D"]) -> Carry:
+        # the residual stream keeps the parameters' dtype: float32 under autocast, too
+        return features.to(self.norm.weight.dtype)
+
+    def step(self, carry: Carry, ids: Int[Tensor, "B T"], rows: Rows, s: int, context: Context) -> DraftOut:
+        assert isinstance(carry, Tensor)
+        angles = self._angles(rows.position)
+        embedding = self._target[0].embed(ids).to(carry.dtype)
+        first, *others = self.layers
+        assert isinstance(first, FusingLayer)
+        hidden = first.fuse(embedding, carry, angles, rows, context)
+        for layer in others:
+            hidden = layer(hidden, angles, rows, context)
+        return DraftOut(head_in=self.norm(hidden), carry=hidden)
+
+    def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
+        return self.lm_head(head_in)
+
+    @property
+    def vocab(self) -> Int[Tensor, " Vd"]:
+        return self.draft_vocab.ids()
+
+    @property
+    def num_layers(self) -> int:
+        return self.depth
+
+    def _head(self, target: FrozenTarget, vocab: Tensor) -> nn.Linear:
+        lm_head = nn.Linear(target.spec.hidden, vocab.shape[0], bias=False)
+        if self.head != "random":
+            with torch.no_grad():
+                lm_head.weight.copy_(target.head_rows(vocab))
+        lm_head.weight.requires_grad_(self.head != "frozen")
+        return lm_head
+
+    def _angles(self, position: Tensor) -> Angles:
+        # kept out of the buffers, so that a cast of the module to bfloat16 leaves the frequencies alone
+        if self._rotary.inv_freq.device != position.device:
+            self._rotary = Rotary(self._rotary.inv_freq.to(position.device), self._rotary.scale)
+        return self._rotary.cos_sin(position)
+
+
+def plain_rotary(base: float, head_dim: int) -> Rotary:
+    """The unscaled rotary embedding: pair i turns by ``position * base ** (-2 i / head_dim)``."""
+    return Rotary(base ** -(torch.arange(0, head_dim, 2).float() / head_dim))

@@ -1,0 +1,57 @@
+"""Training-time test: the draft run several steps ahead on its own output, all rows at once.
+
+Knows rows, steps and feedback; knows no method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.rows import shift
+from eagle3_lab.types import Batch, Carry, Context, DraftModel, DraftOut, Rows
+
+
+class Unroll:
+    """``depth`` steps; step s reads the tokens x[t+1+s] of the text (never the draft's own choices) at rope position
+    t + s, and the carry of step s - 1.
+
+    ``detach`` stops the gradient at the fed-back carry, and only there: keys and values of earlier steps stay in the
+    graph. EAGLE is depth 1; HASS detaches; EAGLE-3 does not. A drafter that gives all its steps in one forward
+    overrides ``__call__``.
+
+    Raises:
+        ValueError: for a depth below 1.
+
+    Source: EAGLE-3 (arXiv 2503.01840) section 3.2; SafeAILab/EAGLE cb7e084 traineagle3/cnets.py:713-868;
+    HASS (arXiv 2408.15766), HArmonizedSS/HASS 38922e4 train/main_hass.py:399-420 (detach).
+    """
+
+    def __init__(self, depth: int = 7, detach: bool = False) -> None:
+        if depth < 1:
+            raise ValueError(f"unroll.depth must be >= 1, got {depth}")
+        self.depth = depth
+        self.detach = detach
+
+    def __call__(
+        self,
+        draft: DraftModel,
+        features: Float[Tensor, "B T D"],
+        batch: Batch,
+        context: Callable[[], Context] = DenseUnrolled,
+    ) -> Iterator[DraftOut]:
+        """Yield step 0, 1, .. depth - 1 of all rows. ``context`` makes the keys' home for this one pass."""
+        keys = context()
+        carry = draft.start(features)
+        for s in range(self.depth):
+            rows = Rows(position=batch.position + s, document=batch.document)
+            out = draft.step(carry, shift(batch.ids, 1 + s), rows, s, keys)
+            yield out
+            carry = _cut(out.carry) if self.detach else out.carry
+
+
+def _cut(carry: Carry) -> Carry:
+    return tuple(part.detach() for part in carry) if isinstance(carry, tuple) else carry.detach()

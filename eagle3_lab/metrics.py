@@ -1,0 +1,289 @@
+"""The numbers, defined once: acceptance of rounds, the hit table and its readings, loops.
+
+A reading of nothing (no round, no anchor, no prompt) is NaN, never a division error and never 0.
+
+    tau          tokens emitted in rounds / rounds, pooled over prompts; the prefill's token belongs to no round
+    engine tau   accepted drafts per round + 1, the last round untrimmed: what serving engines report
+    n-alpha      share accepted of the drafts at depth n that were judged, i.e. whose round accepted all n before
+    joint rate   share of all rounds that accepted more than n drafts (serving engines' "per position" rate)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torchmetrics import Metric
+
+from eagle3_lab.rows import row_weights, same_document, shift
+from eagle3_lab.types import Decoded, Round
+
+LOOP_GRAM, LOOP_TIMES = 8, 3
+
+
+def ratio(numerator: int | float, denominator: int | float) -> float:
+    """``numerator / denominator``, NaN where there is nothing to divide by."""
+    return numerator / denominator if denominator else math.nan
+
+
+# ----------------------------------------------------------------------------------------------------- acceptance
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counters over decoding rounds; two of them add up. ``judged[n]`` rounds judged a draft at depth n (0-based),
+    ``accepted[n]`` accepted one there.
+
+        accepted drafts [0, 2, 3, 1] at depth 3, nothing trimmed:   rounds 4, emitted 10, judged 4 3 2, accepted 3 2 1
+        tau 2.5    n-alpha 3/4 2/3 1/2    joint 3/4 2/4 1/4    histogram 1 1 1 1    6 of 12 drafted slots accepted
+    """
+
+    rounds: int
+    emitted: int
+    overrun: int
+    judged: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @staticmethod
+    def of(rounds: Iterable[Round], depth: int) -> Acceptance:
+        """Count rounds of a drafter that drafts at most ``depth`` levels.
+
+        Raises: ValueError where a round judged more levels than ``depth``.
+        """
+        rounds = list(rounds)
+        deepest = max((r.judged for r in rounds), default=0)
+        if deepest > depth:
+            raise ValueError(f"depth must be at least the {deepest} levels that a round judged, got {depth}")
+        return Acceptance(
+            rounds=len(rounds),
+            emitted=sum(r.emitted for r in rounds),
+            overrun=sum(r.overrun for r in rounds),
+            judged=tuple(sum(r.judged > n for r in rounds) for n in range(depth)),
+            accepted=tuple(sum(r.accepted > n for r in rounds) for n in range(depth)),
+        )
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(
+            self.rounds + other.rounds,
+            self.emitted + other.emitted,
+            self.overrun + other.overrun,
+            tuple(a + b for a, b in zip(self.judged, other.judged, strict=True)),
+            tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True)),
+        )
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per round, bonus tokens included, trimmed at the end token or length limit."""
+        return ratio(self.emitted, self.rounds)
+
+    @property
+    def engine_tau(self) -> float:
+        """Drafts accepted per round + 1, nothing trimmed: comparable with serving engines, never below ``tau``."""
+        return ratio(sum(self.accepted) + self.overrun, self.rounds) + 1
+
+    @property
+    def per_slot(self) -> float:
+        """Accepted drafts / (rounds x depth): the "acceptance rate" of serving engines, for chains of fixed depth."""
+        return ratio(sum(self.accepted), self.rounds * len(self.accepted))
+
+    @property
+    def n_alpha(self) -> tuple[float, ...]:
+        """Accepted / judged at each depth: conditional on all earlier drafts of the round accepted."""
+        return tuple(ratio(a, j) for a, j in zip(self.accepted, self.judged, strict=True))
+
+    @property
+    def joint(self) -> tuple[float, ...]:
+        """Accepted / rounds at each depth: not conditional, so it also falls where text ends."""
+        return tuple(ratio(a, self.rounds) for a in self.accepted)
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """How many rounds accepted exactly 0, 1, .. depth drafts."""
+        at_least = (self.rounds, *self.accepted, 0)
+        return tuple(a - b for a, b in pairwise(at_least))
+
+
+# ------------------------------------------------------------------------------------------------------ hit table
+
+
+class Answer(NamedTuple):
+    """One answer in batch row ``row``: its walk begins at anchor ``anchor`` (the row before its first token) and its
+    last token stands at ``last``."""
+
+    row: int
+    anchor: int
+    last: int
+
+
+def find_answers(supervised: Bool[Tensor, "B T"], document: Int[Tensor, "B T"]) -> list[Answer]:
+    """The contiguous supervised runs within one document, in reading order.
+
+    An answer that opens its document has no row before it: its first token then serves as the prompt. One that is cut
+    by the end of the row simply ends there, as under a length limit.
+
+        u u A A A u B B  (u: not supervised)  gives  anchors 1 and 5, last tokens 4 and 7
+    """
+    goes_on = supervised & shift(supervised, 1, False) & same_document(document, 1)
+    first = supervised.clone()
+    first[:, 1:] &= ~goes_on[:, :-1]
+    starts = first.nonzero().tolist()
+    lasts = (supervised & ~goes_on).nonzero().tolist()
+    follows = same_document(document, 1).tolist()
+    return [
+        Answer(row, start - 1 if start > 0 and follows[row][start - 1] else start, last)
+        for (row, start), (_, last) in zip(starts, lasts, strict=True)
+    ]
+
+
+def judged_drafts(supervised: Bool[Tensor, "B T"], document: Int[Tensor, "B T"], depth: int) -> Bool[Tensor, "B T S"]:
+    """Whether a decoder at anchor t could judge draft s: tokens t+1 .. t+2+s all lie in one answer."""
+    return torch.stack([row_weights(supervised, document, s) > 0 for s in range(depth)], dim=-1)
+
+
+def leading_hits(hit: Bool[Tensor, "B T S"], judged: Bool[Tensor, "B T S"]) -> Int[Tensor, "B T"]:
+    """a(t): how many judged drafts in a row, from the first, are right."""
+    return (hit & judged).long().cumprod(-1).sum(-1)
+
+
+def walk(leading: Sequence[int], anchor: int, last: int, depth: int) -> list[Round]:
+    """The rounds that a chain decoder of ``depth`` drafts would make over one answer: t <- t + a(t) + 1.
+
+    A draft is judged only if its position lies in the answer; an accepted last token ends the round without bonus; no
+    round starts when the root, token t+1, is the last one.
+
+        depth 2, answer at 2..6 (5 tokens), anchor 1, a(1) = 1, a(3) = 2:
+        round 1 has root 2, judges 3 and 4, keeps 3, emits 3 4;  round 2 has root 4, keeps 5 6 and emits those two.
+    """
+    rounds, t = [], anchor
+    while t + 1 < last:
+        left = last - (t + 1)  # tokens of the answer behind the root
+        accepted = leading[t]
+        assert accepted <= min(depth, left), "a hit lies outside its answer"
+        rounds.append(Round(min(accepted + 1, depth, left), accepted, min(accepted + 1, left)))
+        t += accepted + 1
+    return rounds
+
+
+def walk_table(
+    hit: Bool[Tensor, "B T S"], supervised: Bool[Tensor, "B T"], document: Int[Tensor, "B T"]
+) -> list[list[Round]]:
+    """The walked rounds of each answer of a batch, in :func:`find_answers`' order. Copies the table to the host once."""
+    depth = hit.shape[-1]
+    leading = leading_hits(hit, judged_drafts(supervised, document, depth))
+    return _walk_answers(leading, supervised, document, depth)
+
+
+def _walk_answers(leading: Tensor, supervised: Tensor, document: Tensor, depth: int) -> list[list[Round]]:
+    on_host = leading.tolist()
+    return [walk(on_host[a.row], a.anchor, a.last, depth) for a in find_answers(supervised, document)]
+
+
+class HitTable(Metric):
+    """Reads ``hit[t, s]`` (draft s from anchor t is the target's own token) on text that the target wrote greedily.
+
+    ``compute`` gives flat names, ready to log; s and n count from 0:
+
+        step_{s}/accuracy        teacher-forced: mean of hit over all rows whose draft s can be judged
+        step_{n}/n_alpha_all     all anchors: #(a(t) > n) / #(a(t) >= n and draft n judged)
+        tau_expected             all anchors: 1 + mean a(t) over anchors whose drafts all lie in the answer
+        step_{n}/n_alpha_walked  visited anchors: the walk's rounds, which are a chain decoder's
+        tau_walked               visited anchors: tokens emitted / rounds
+        anchors, rounds          how many anchors and rounds stand behind tau_expected and tau_walked
+
+    All anchors has the lower variance, for curves and comparisons; visited anchors is what decoding gives. The two
+    differ, since hits come in runs. States are sums, so accumulation over batches and ranks is exact.
+    """
+
+    full_state_update = False
+    judged: Tensor
+    hits: Tensor
+    reached: Tensor
+    passed: Tensor
+    whole: Tensor
+    walked_judged: Tensor
+    walked_accepted: Tensor
+    walked: Tensor
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth must be >= 1, got {depth}")
+        self.depth = depth
+        for name in ("judged", "hits", "reached", "passed", "walked_judged", "walked_accepted"):
+            self.add_state(name, torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
+        for name in ("whole", "walked"):  # anchors and their accepted drafts; rounds and their emitted tokens
+            self.add_state(name, torch.zeros(2, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, hit: Bool[Tensor, "B T S"], supervised: Bool[Tensor, "B T"], document: Int[Tensor, "B T"]) -> None:
+        """Count one batch. ``supervised`` and ``document`` as in :class:`eagle3_lab.types.Batch`; entries of ``hit``
+        outside an answer are ignored. Synchronises with the device once, for the walk."""
+        judged = judged_drafts(supervised, document, self.depth)
+        leading = leading_hits(hit, judged)
+        depths = torch.arange(self.depth, device=hit.device)
+        self.judged += judged.sum((0, 1))
+        self.hits += (hit & judged).sum((0, 1))
+        self.reached += (judged & (leading[..., None] >= depths)).sum((0, 1))
+        self.passed += (leading[..., None] > depths).sum((0, 1))
+        whole = judged[..., -1]
+        self.whole += torch.stack((whole.sum(), (leading * whole).sum()))
+        walks = _walk_answers(leading, supervised, document, self.depth)
+        seen = Acceptance.of((r for rounds in walks for r in rounds), self.depth)
+        self.walked_judged += torch.tensor(seen.judged, device=hit.device)
+        self.walked_accepted += torch.tensor(seen.accepted, device=hit.device)
+        self.walked += torch.tensor((seen.rounds, seen.emitted), device=hit.device)
+
+    def visited(self) -> Acceptance:
+        """The walk's counters on this rank (inside ``compute``: of all ranks), as a chain decoder would count them."""
+        rounds, emitted = self.walked.tolist()
+        return Acceptance(rounds, emitted, 0, tuple(self.walked_judged.tolist()), tuple(self.walked_accepted.tolist()))
+
+    def compute(self) -> dict[str, Tensor]:
+        """The readings named above: float32 scalars on the metric's device."""
+        seen, (anchors, accepted) = self.visited(), self.whole.tolist()
+        rows = zip(*(x.tolist() for x in (self.hits, self.judged, self.passed, self.reached)), strict=True)
+        values = {"tau_expected": 1 + ratio(accepted, anchors), "tau_walked": seen.tau}
+        values |= {"anchors": anchors, "rounds": seen.rounds}
+        for n, ((hits, judged, passed, reached), walked) in enumerate(zip(rows, seen.n_alpha, strict=True)):
+            values[f"step_{n}/accuracy"] = ratio(hits, judged)
+            values[f"step_{n}/n_alpha_all"] = ratio(passed, reached)
+            values[f"step_{n}/n_alpha_walked"] = walked
+        return {name: torch.tensor(float(value), device=self.walked.device) for name, value in values.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- loops
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether one 8-gram stands in the tokens more than three times (overlaps count). Loops raise acceptance, so tau is
+    shown with and without them."""
+    grams = Counter(tuple(tokens[i : i + LOOP_GRAM]) for i in range(len(tokens) - LOOP_GRAM + 1))
+    return max(grams.values(), default=0) > LOOP_TIMES
+
+
+@dataclass(frozen=True)
+class Looping:
+    """Share of answers that loop, and tau over all answers and over those that do not loop."""
+
+    share: float
+    tau: float
+    tau_without: float
+
+
+def looping(decoded: Sequence[Decoded]) -> Looping:
+    """Read the loops of a set of decoded answers."""
+    loops = [is_looping(d.tokens) for d in decoded]
+    tidy = [d for d, loop in zip(decoded, loops, strict=True) if not loop]
+    return Looping(ratio(sum(loops), len(loops)), pooled_tau(decoded), pooled_tau(tidy))
+
+
+def pooled_tau(decoded: Sequence[Decoded]) -> float:
+    """Tokens emitted in rounds / rounds over all answers."""
+    rounds = [r for d in decoded for r in d.rounds]
+    return ratio(sum(r.emitted for r in rounds), len(rounds))

