@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +35,7 @@ class Evaluation:
         tasks: where the prompts come from.
         methods: name -> method; plain decoding always runs beside them, as ``vanilla``.
         max_new_tokens: longest answer, a turn.
-        law: penalties, temperature and filters, the same for every method.
+        law: penalties, temperature and filters, the same for every method; null is greedy.
         other_dtype: also run vanilla in this dtype, for the fastest baseline; null: not.
         seed: of the draws at temperature > 0.
     """
@@ -43,7 +43,7 @@ class Evaluation:
     tasks: list[Task]
     methods: dict[str, Method]
     max_new_tokens: int = 128
-    law: Law = field(default_factory=SamplingLaw)
+    law: Law | None = None
     other_dtype: torch.dtype | None = None
     seed: int = 0
 
@@ -121,6 +121,7 @@ class _Player:
         assert self._target.tokenizer is not None
         self._chat = Chat(self._target.tokenizer)
         self._verifier: Verifier = ExactVerifier()
+        self._law = evaluation.law or SamplingLaw()
         self._evaluation = evaluation
 
     def warm_up(self, prompt: Prompt) -> None:
@@ -147,7 +148,7 @@ class _Player:
         (decoded,) = decode(
             session,
             self._proposer,
-            self._evaluation.law,
+            self._law,
             self._verifier,
             torch.tensor([list(ids)], device=device),
             torch.tensor([len(ids)], device=device),

@@ -6,6 +6,12 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
+# Parts are named in YAML by their class: a class that no import has brought in is no legal name.
+import eagle3_lab.decode.grow
+import eagle3_lab.decode.methods
+import eagle3_lab.draft.layer
+import eagle3_lab.draft.source
+import eagle3_lab.draft.terms  # noqa: F401
 from eagle3_lab.config import Config
 from eagle3_lab.data.answers import Answers
 from eagle3_lab.data.module import ConversationData

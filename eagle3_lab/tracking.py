@@ -5,10 +5,7 @@ Everything lands in one folder, by default ``mlruns/``:
     mlflow.db            parameters, metrics, tags (SQLite)
     artifacts/NAME/      files of the runs of experiment NAME
 
-MLflow keeps artifact locations as absolute paths, and neither a relative path nor its ``mlflow-artifacts:`` scheme
-helps: the first is made absolute when the experiment is created, the second can be written and read through a running
-server only. So each experiment carries its place inside the folder as a tag, and whoever opens a folder that was
-moved has its locations rewritten first: :func:`relocate`.
+The folder may be moved: see :mod:`eagle3_lab.run_store`. mlflow is imported with the first run: that takes seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import sqlite3
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,14 +26,16 @@ from typing import TYPE_CHECKING, Literal
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.parameters import flatten
+from eagle3_lab.run_store import PLACE_TAG, database_uri, relocate, serve_ui, store_uri, ui_command
 
 if TYPE_CHECKING:  # imported where they are used: configuration errors and --help need neither
     import matplotlib.figure
     import mlflow.tracking
 
+__all__ = ["Run", "Status", "Tracking", "open_run", "serve_ui", "store_uri", "ui_command"]
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-PLACE_TAG = "eagle3_lab.artifacts"
 LONGEST_PARAM = 500
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
 
@@ -179,25 +178,44 @@ def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported, hence here
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
 
     for talker in ("mlflow.store.db.utils", "alembic"):  # a page about creating tables
         logging.getLogger(talker).setLevel(logging.WARNING)
     where = folder.resolve()
     try:
         (where / "artifacts").mkdir(parents=True, exist_ok=True)
+        if not (where / "mlflow.db").exists():
+            _make_store(where)
         with closing(sqlite3.connect(where / "mlflow.db", timeout=30)) as database:
             database.execute("BEGIN IMMEDIATE")  # taken and given back: can it be written at all?
             database.rollback()
         relocate(where)
-        uri = store_uri(where)
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        client.search_experiments(max_results=1)  # makes or checks the tables
+        return _client(where / "mlflow.db"), where
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"tracking.folder: {folder} cannot be written ({error}); name a folder that can") from None
     except MlflowException as error:
-        raise UserError(f"tracking.folder: {folder}/mlflow.db cannot be opened ({_first_line(error)})") from None
-    return client, where
+        reason = str(error).splitlines()[0]
+        raise UserError(f"tracking.folder: {folder}/mlflow.db cannot be opened ({reason})") from None
+
+
+def _make_store(folder: Path) -> None:
+    """Make the database aside and put it in place whole. MLflow's own making is a hundred migrations: a second process
+    that comes in between breaks on them, and a killed one leaves a database that nobody can open."""
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as aside:
+        made, whole = Path(aside) / "made.db", Path(aside) / "whole.db"
+        _client(made)
+        shutil.copyfile(made, whole)  # MLflow keeps a connection to the first
+        with suppress(FileExistsError):  # another process was faster: its store is as good
+            os.link(whole, folder / "mlflow.db")
+
+
+def _client(database: Path) -> mlflow.tracking.MlflowClient:
+    """A client, which makes or checks the tables. Always with both URIs: by default MLflow looks into the working
+    folder."""
+    from mlflow.tracking import MlflowClient
+
+    uri = database_uri(database)
+    return MlflowClient(uri, uri)
 
 
 def _experiment(client: mlflow.tracking.MlflowClient, folder: Path, name: str) -> str:
@@ -219,69 +237,3 @@ def _experiment(client: mlflow.tracking.MlflowClient, folder: Path, name: str) -
             f"tracking.experiment: {name!r} was deleted in {folder}; restore it in the UI, or choose another name"
         )
     return found.experiment_id
-
-
-def store_uri(folder: Path) -> str:
-    """MLflow's tracking URI of a store, for notebooks: ``MlflowClient(store_uri(Path("mlruns")))``."""
-    return f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-
-
-def relocate(folder: Path) -> int:
-    """Make a moved folder whole again: rewrite the artifact locations of our experiments, and of their runs, that do
-    not point into ``folder``. One transaction; returns how many experiments it changed (0 where nothing moved)."""
-    changed = 0
-    with closing(sqlite3.connect(folder / "mlflow.db", timeout=30)) as database, database:
-        for experiment, old, place in list(_recorded(database)):
-            new = (folder.resolve() / place).as_uri()
-            if new == old:
-                continue
-            database.execute("UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (new, experiment))
-            database.execute(
-                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?)"
-                " WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
-                (new, len(old) + 1, experiment, len(old) + 1, old + "/"),
-            )
-            changed += 1
-    return changed
-
-
-def _recorded(database: sqlite3.Connection) -> Iterator[tuple[int, str, str]]:
-    """Id, recorded location and place inside the folder of each of our experiments; none in a store not made yet."""
-    if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiment_tags'").fetchone():
-        yield from database.execute(
-            "SELECT e.experiment_id, e.artifact_location, t.value FROM experiments e"
-            " JOIN experiment_tags t ON t.experiment_id = e.experiment_id WHERE t.key = ?",
-            (PLACE_TAG,),
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-# ------------------------------------------------------------------------------------------------------------- UI
-
-
-def ui_command(folder: Path, port: int = 5000) -> list[str]:
-    """The command that shows a store in the browser, at ``http://127.0.0.1:PORT``."""
-    store = [
-        "--backend-store-uri",
-        store_uri(folder),
-        "--default-artifact-root",
-        (folder.resolve() / "artifacts").as_uri(),
-    ]
-    return ["mlflow", "ui", *store, "--port", str(port), "--workers", "1"]
-
-
-def serve_ui(folder: Path, port: int = 5000) -> int:
-    """Serve a store's UI until interrupted; returns the server's exit status.
-
-    Raises: UserError where there is no store in ``folder``.
-    """
-    if not (folder / "mlflow.db").is_file():
-        raise UserError(f"{folder}: no runs here yet (no mlflow.db)")
-    relocate(folder)
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no jobs to wait for
-    return subprocess.run(
-        (sys.executable, "-m", *ui_command(folder, port)), env=os.environ | quiet, check=False
-    ).returncode

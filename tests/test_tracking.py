@@ -14,13 +14,15 @@ import textwrap
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from eagle3_lab.errors import UserError
-from eagle3_lab.tracking import Run, Status, Tracking, open_run, relocate, serve_ui, store_uri, ui_command
+from eagle3_lab.run_store import relocate, serve_ui, store_uri, ui_command
+from eagle3_lab.tracking import Run, Status, Tracking, open_run
 
 if TYPE_CHECKING:  # mlflow is imported by the first test that opens a store, after telemetry was turned off
     from mlflow.entities import Run as StoredRun
@@ -188,6 +190,21 @@ def test_a_killed_process_leaves_a_run_that_can_be_continued(tracking: Tracking)
     continue_run(tracking, died.stdout.strip())
 
 
+@pytest.mark.slow
+def test_processes_that_meet_in_a_new_folder_all_log_into_one_store(tmp_path: Path) -> None:
+    open_and_log = """
+        with open_run(Tracking(Path(sys.argv[1]))) as run:
+            for step in range(20):
+                run.log_metrics({"train/loss": 1.0}, step)
+        """
+    with ThreadPoolExecutor(3) as pool:
+        ended = list(pool.map(lambda _: another_process(open_and_log, tmp_path / "mlruns"), range(3)))
+    assert [p.returncode for p in ended] == [0, 0, 0], ended[-1].stderr
+    runs = client(tmp_path / "mlruns").search_runs(["1"])
+    assert [run.info.status for run in runs] == ["FINISHED"] * 3
+    assert {file.name for file in (tmp_path / "mlruns").iterdir()} == {"artifacts", "mlflow.db"}
+
+
 def test_continuing_with_another_parameter_is_refused_in_one_line(tracking: Tracking) -> None:
     first = open_run(tracking)
     first.log_params({"model": {"lr": 0.1}})
@@ -204,7 +221,7 @@ def test_a_moved_folder_still_works_for_old_and_new_files(tracking: Tracking, tm
     later = another_process(
         """
         from mlflow.tracking import MlflowClient
-        from eagle3_lab.tracking import store_uri
+        from eagle3_lab.run_store import store_uri
         tracking, old = Tracking(Path(sys.argv[1]), sys.argv[2]), sys.argv[3]
         with open_run(tracking, old) as run:
             run.log_text("after", "after.txt")

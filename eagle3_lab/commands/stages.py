@@ -27,7 +27,8 @@ from eagle3_lab.progress import Stage, stage
 from eagle3_lab.report.table import Answered, ClosingTable, MethodResult, OnePass, method_result
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import cache_folder
-from eagle3_lab.tracking import Run, ui_command
+from eagle3_lab.run_store import ui_command
+from eagle3_lab.tracking import Run
 from eagle3_lab.train import DraftModule
 from eagle3_lab.types import Batch
 
@@ -49,8 +50,8 @@ def build_data(experiment: Experiment, target: HFTarget) -> ConversationData:
     """The experiment's conversations, and the fresh answers beside them, for this target."""
     assert target.tokenizer is not None
     chat = Chat(target.tokenizer)
-    also = [] if experiment.answers is None else [_answer(experiment, target, chat)]
-    experiment.data.build(chat, target.spec, also)
+    beside = [] if experiment.answers is None else [_answer(experiment, target, chat)]
+    experiment.data.build(chat, target.spec, beside)
     return experiment.data
 
 
@@ -177,7 +178,8 @@ def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | N
         return None
     total = sum(map(len, data.held_out))
     with stage("hit table", "tokens", total) as s:
-        return read_hits(module, data.val_dataloader(), on_tokens=s.advance)
+        batches = (batch for loader in data.val_dataloader() for batch in loader)
+        return read_hits(module, batches, on_tokens=s.advance)
 
 
 def decode_methods(
@@ -218,7 +220,7 @@ def closing_table(
     measured = []
     if evaluation is not None:
         tasks = ", ".join(task.name for task in evaluation.tasks)
-        measured = [f"{evaluation.law}", f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
+        measured = ["greedy" if evaluation.law is None else str(evaluation.law), f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "CPU"
     threads = f"{device}, {torch.get_num_threads()} threads" if device == "CPU" else device
     return ClosingTable(

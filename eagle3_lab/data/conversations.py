@@ -57,12 +57,6 @@ class Report:
     shortened: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Report) -> None:
-        """Count another file's conversations too."""
-        self.kept += other.kept
-        self.shortened += other.shortened
-        self.dropped += other.dropped
-
     def __str__(self) -> str:
         text = f"{self.stage}: {self.kept} conversations"
         for word, reasons in (("dropped", self.dropped), ("shortened", self.shortened)):

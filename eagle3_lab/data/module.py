@@ -102,10 +102,6 @@ class ConversationData(LightningDataModule):
                 f"(end tokens {list(spec.end_tokens)}); template and target must be of one model"
             )
         found, read = read_conversations(self.path)
-        for file in also:
-            more, counted = read_conversations(str(file))
-            found += more
-            read.add(counted)
         train, held = Report("train"), Report("held out")
         split = candidates(found, self.wanted)
         self.held_out = list(islice(self._documents(split.held_out, chat, held), split.wanted))

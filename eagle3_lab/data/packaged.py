@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3_lab.data.documents import loops
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
@@ -40,7 +41,6 @@ TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 320
 MAX_PROMPT_TOKENS = 700
 MAX_USER_TOKENS = 120
-NGRAM, MOST = 8, 3  # an answer loops if one 8-gram of its tokens occurs more than three times
 
 
 def make(seed: int, rows: int) -> dict[str, object]:
@@ -127,12 +127,6 @@ def user_opening(target: HFTarget) -> list[int]:
 def usable(text: str) -> bool:
     """A turn of sensible length, of printable text (line ends allowed), without template markers."""
     return 4 <= len(text.split()) <= 100 and text.replace("\n", " ").isprintable() and "<|" not in text
-
-
-def loops(tokens: tuple[int, ...] | list[int]) -> bool:
-    """Whether one 8-gram of the tokens occurs more than three times."""
-    grams = Counter(tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1))
-    return max(grams.values(), default=0) > MOST
 
 
 def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: int, rows: int) -> list[dict]:
