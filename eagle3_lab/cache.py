@@ -43,11 +43,13 @@ class KVCache:
 
     def slots(self, count: int, offset: int = 0) -> Int[Tensor, "B count"]:
         """Scratch slots ``offset .. offset + count - 1`` of every row."""
+        self._require(offset + count)
         step = torch.arange(offset, offset + count, device=self.lengths.device)
         return self.lengths[:, None] + step
 
     def view(self, scratch: int) -> int:
         """How many slots a read must span when ``scratch`` uncommitted ones are in use: the next length bucket."""
+        self._require(scratch)
         return min(-(-(self.bound + scratch) // BUCKET) * BUCKET, self.capacity)
 
     def write(
@@ -119,6 +121,15 @@ class KVCache:
     def settle(self) -> None:
         """Make the host's bound exact again (one read from the device); between rounds it only ever grows."""
         self.bound = int(self.lengths.max())
+
+    def _require(self, scratch: int) -> None:
+        """Assert that ``scratch`` slots fit behind every row. The device is asked only where the host's bound, which may
+        be too high, says that they do not."""
+        if self.bound + scratch > self.capacity:
+            self.settle()
+        assert self.bound + scratch <= self.capacity, (
+            f"cache overrun: {self.bound} of {self.capacity} slots hold tokens, {scratch} more do not fit"
+        )
 
     def _empty(self, like: Float[Tensor, "_ heads T d"]) -> Float[Tensor, "B heads S d"]:
         return like.new_zeros(self.batch, like.shape[1], self.capacity, like.shape[3])

@@ -174,7 +174,7 @@ def walk(leading: Sequence[int], anchor: int, last: int, depth: int) -> list[Rou
 def walk_table(
     hit: Bool[Tensor, "B T S"], supervised: Bool[Tensor, "B T"], document: Int[Tensor, "B T"]
 ) -> list[list[Round]]:
-    """The walked rounds of each answer of a batch, in :func:`find_answers`' order. Copies the table to the host once."""
+    """The walked rounds of each answer of a batch, in :func:`find_answers`' order. The table is copied to the host."""
     depth = hit.shape[-1]
     leading = leading_hits(hit, judged_drafts(supervised, document, depth))
     return _walk_answers(leading, supervised, document, depth)

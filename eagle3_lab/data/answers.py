@@ -79,9 +79,8 @@ class Answers:
         unfinished = place.with_suffix(".unfinished")
         questions = self.questions()
         known = _finished(unfinished)
-        waiting = [q for q in questions if q.id not in known]
-        ids = [chat.prompt_ids(q.messages()) for q in waiting]
-        for question, prompt in zip(waiting, ids, strict=True):
+        ids = [chat.prompt_ids(q.messages()) for q in questions]
+        for question, prompt in zip(questions, ids, strict=True):
             if len(prompt) + self.max_new_tokens > target.spec.max_positions:
                 raise UserError(
                     f"{self.prompts}: prompt {question.id} has {len(prompt)} tokens; with answers.max_new_tokens "
@@ -94,12 +93,13 @@ class Answers:
             max_new_tokens=self.max_new_tokens,
             rows=self.rows,
             seed=self.seed,
+            skip={i for i, question in enumerate(questions) if question.id in known},
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("a") as file:
+            with unfinished.open("a", encoding="utf-8") as file:
                 for answer in made:
-                    record = _record(waiting[answer.index], answer.tokens, answer.cut, self.temperature, target)
+                    record = _record(questions[answer.index], answer.tokens, answer.cut, self.temperature, target)
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     file.flush()
                     on_answer(len(answer.tokens))
@@ -107,7 +107,7 @@ class Answers:
             ordered = [whole[q.id] for q in questions]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
             temporary = place.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, place)
             unfinished.unlink()
         except OSError as error:
@@ -130,19 +130,9 @@ def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: f
 
 
 def _finished(unfinished: Path) -> dict[str, dict]:
-    """Whole lines of an interrupted file, by id; a last line that was cut off is dropped from it."""
+    """Whole lines of an interrupted file, by id; what a kill cut off behind them is taken from the file."""
     if not unfinished.is_file():
         return {}
-    found: dict[str, dict] = {}
-    whole = []
-    for line in unfinished.read_text().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not line.endswith("\n"):
-            break
-        found[record["id"]] = record
-        whole.append(line)
-    unfinished.write_text("".join(whole))
-    return found
+    *whole, cut_off = unfinished.read_bytes().split(b"\n")  # not splitlines: answers may hold rarer line ends
+    os.truncate(unfinished, unfinished.stat().st_size - len(cut_off))
+    return {record["id"]: record for record in map(json.loads, whole)}

@@ -9,13 +9,14 @@ neighbours (its arithmetic does, in the last bits: a forward of 32 rows rounds u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFSession, HFTarget
 from eagle3_lab.types import PADDING, Needs, Tree, Verdict
 
@@ -49,7 +50,7 @@ def answers(
     max_new_tokens: int,
     rows: int = 32,
     seed: int = 0,
-    on_tokens: Callable[[int], None] = lambda count: None,
+    skip: Collection[int] = (),
 ) -> Iterator[Answer]:
     """Answer every prompt, yielding each as it ends (not in order).
 
@@ -59,11 +60,15 @@ def answers(
         max_new_tokens: an answer that reaches it without an end token is cut.
         rows: prompts answered side by side.
         seed: with the prompt's index, the seed of that prompt's draws.
-        on_tokens: called each step with how many tokens were made.
+        skip: numbers of prompts to leave out, answered before; the others' draws do not change.
+
+    Raises:
+        UserError: the target's logits are NaN.
     """
-    waiting = deque(sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i)))
-    rows = min(rows, len(prompts))
-    capacity = max(map(len, prompts), default=1) + max_new_tokens + 1
+    asked = [i for i in range(len(prompts)) if i not in skip]
+    waiting = deque(sorted(asked, key=lambda i: (len(prompts[i]), i)))
+    rows = min(rows, len(asked))
+    capacity = max((len(prompts[i]) for i in asked), default=1) + max_new_tokens + 1
     session = target.open(rows, capacity, Needs(logits=True))
     live: list[_Live | None] = [None] * rows
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
@@ -84,9 +89,8 @@ def answers(
             return
         active = torch.tensor([one is not None for one in live], device=target.device)
         logits = _step(session, token, active)
-        token = _draw(logits, temperature, live).to(target.device)
+        token = _draw(logits, temperature, live)
         made = token.tolist()
-        on_tokens(int(active.sum()))
         for row, one in enumerate(live):
             if one is not None and (answer := _extend(one, made[row], ends, max_new_tokens)):
                 live[row] = None
@@ -124,20 +128,28 @@ def _step(session: HFSession, token: Int[Tensor, " B"], active: Tensor) -> Float
 
 
 def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None]) -> Int[Tensor, " B"]:
-    """The next token of every row, each from its own generator."""
+    """The next token of every row, each from its own generator; never one of probability 0. PADDING where the logits are
+    NaN."""
+    broken = logits.isnan().any(-1)
     if temperature == 0:
-        return logits.argmax(-1).cpu()
-    cumulative = torch.softmax(logits.float() / temperature, -1).cpu().double().cumsum(-1)
-    uniform = torch.stack(
-        [torch.rand(1, dtype=torch.double, generator=one.generator) if one else torch.zeros(1).double() for one in live]
-    )
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0].clamp(
-        max=logits.shape[-1] - 1
-    )
+        return logits.argmax(-1).masked_fill(broken, PADDING)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    probs = torch.softmax(wide / temperature, -1)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    idle = torch.zeros(1, dtype=torch.float64)
+    draws = [torch.rand(1, dtype=torch.float64, generator=one.generator) if one else idle for one in live]
+    aim = torch.stack(draws).to(logits.device) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, aim, right=True).clamp(max=logits.shape[-1] - 1)
+    lawful = probs.gather(1, index) > 0  # a parallel sum may grow by an ulp over a zero
+    return torch.where(lawful, index, probs.argmax(-1, keepdim=True))[:, 0].masked_fill(broken, PADDING)
 
 
 def _extend(one: _Live, token: int, ends: set[int], limit: int) -> Answer | None:
     """Add a token; the finished answer, once it is one."""
+    if token == PADDING:
+        raise UserError(
+            f"the target's logits are NaN at prompt {one.index}; if its dtype is float16, use bfloat16 or float32"
+        )
     one.tokens.append(token)
     if token in ends:
         return Answer(one.index, tuple(one.tokens), cut=False)

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle3_lab.draft.attention import rotate
+from eagle3_lab.draft.body import Body
 from eagle3_lab.draft.vocab import DraftVocab
-from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rotary, Rows
+from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of the rows' rope angles, [B, T, d] each, shared by all layers of a step."""
@@ -48,6 +49,12 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(reads, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
+    @staticmethod
+    def of(body: Body, index: int, reads: int, width: int) -> SelfAttention:
+        """Layer ``index`` of a fitted body."""
+        assert body.heads is not None and body.kv_heads is not None and body.head_dim is not None
+        return SelfAttention(index, reads, width, body.heads, body.kv_heads, body.head_dim)
+
     def forward(
         self, x: Float[Tensor, "B T reads"], angles: Angles, rows: Rows, context: Context
     ) -> Float[Tensor, "B T D"]:
@@ -73,11 +80,16 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Llama's layer: attention on the normed stream, then SwiGLU on it, each added to the un-normed stream."""
+    """Llama's layer: attention on the normed stream, then SwiGLU on it, each added to the un-normed stream.
 
-    def __init__(self, attention: SelfAttention, width: int, intermediate: int, eps: float) -> None:
+    ``normed`` False: attention reads the stream as it is, and there is no ``input_layernorm`` weight.
+    """
+
+    def __init__(
+        self, attention: SelfAttention, width: int, intermediate: int, eps: float, normed: bool = True
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps) if normed else nn.Identity()
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, intermediate)
@@ -145,46 +157,21 @@ class Eagle3(DraftModel):
         rope_base: float | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_layers": num_layers,
-            "intermediate": intermediate,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"draft.{name} must be >= 1, got {size}")
+        self.body = Body(num_layers, intermediate, heads, kv_heads, head_dim, rope_base)
         if head not in ("target", "frozen", "random"):
             raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
-        if rope_base is not None and rope_base <= 1:
-            raise ValueError(f"draft.rope_base must be > 1, got {rope_base}")
-        self.depth, self.intermediate = num_layers, intermediate
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.head, self.rope_base = head, rope_base
+        self.head = head
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        spec = target.spec
-        if width != spec.hidden:
-            raise ValueError(
-                f"draft width (the features' {width}) must equal the target's hidden width {spec.hidden}: "
-                "the draft reads the target's embedding"
-            )
-        heads, kv_heads = self.heads or spec.heads, self.kv_heads or spec.kv_heads
-        head_dim, intermediate = self.head_dim or spec.head_dim, self.intermediate or spec.intermediate
-        if heads % kv_heads:
-            raise ValueError(f"draft.heads must be a multiple of draft.kv_heads, got {heads} and {kv_heads}")
-        if head_dim % 2:
-            raise ValueError(f"draft.head_dim must be even (rotary pairs), got {head_dim}")
+        spec, body = target.spec, self.body.fitted(target, width)
         self.layers = nn.ModuleList()
-        for index in range(self.depth):
+        for index in range(body.num_layers):
             kind, reads = (FusingLayer, 2 * width) if index == 0 else (DecoderLayer, width)
-            attention = SelfAttention(index, reads, width, heads, kv_heads, head_dim)
-            self.layers.append(kind(attention, width, intermediate, spec.rms_eps))
+            self.layers.append(kind(SelfAttention.of(body, index, reads, width), width, body.intermediate, spec.rms_eps))
         self.norm = RMSNorm(width, spec.rms_eps)
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
         self.lm_head = self._head(target, vocab)
-        self._rotary = target.rotary(head_dim) if self.rope_base is None else plain_rotary(self.rope_base, head_dim)
+        self._angles = body.angles(target)
         self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
@@ -211,7 +198,7 @@ class Eagle3(DraftModel):
 
     @property
     def num_layers(self) -> int:
-        return self.depth
+        return self.body.num_layers
 
     def _head(self, target: FrozenTarget, vocab: Tensor) -> nn.Linear:
         lm_head = nn.Linear(target.spec.hidden, vocab.shape[0], bias=False)
@@ -220,14 +207,3 @@ class Eagle3(DraftModel):
                 lm_head.weight.copy_(target.head_rows(vocab))
         lm_head.weight.requires_grad_(self.head != "frozen")
         return lm_head
-
-    def _angles(self, position: Tensor) -> Angles:
-        # kept out of the buffers, so that a cast of the module to bfloat16 leaves the frequencies alone
-        if self._rotary.inv_freq.device != position.device:
-            self._rotary = Rotary(self._rotary.inv_freq.to(position.device), self._rotary.scale)
-        return self._rotary.cos_sin(position)
-
-
-def plain_rotary(base: float, head_dim: int) -> Rotary:
-    """The unscaled rotary embedding: pair i turns by ``position * base ** (-2 i / head_dim)``."""
-    return Rotary(base ** -(torch.arange(0, head_dim, 2).float() / head_dim))

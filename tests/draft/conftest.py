@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from eagle3_lab.draft.layer import Eagle3, plain_rotary
+from eagle3_lab.draft.body import plain_rotary
+from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.types import PADDING, Batch, Context, DraftOut, FrozenTarget, Rotary, Rows, TargetSpec

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle3_lab.draft.attention import DenseUnrolled, causal_within, rotate
-from eagle3_lab.draft.layer import plain_rotary
+from eagle3_lab.draft.body import plain_rotary
 from eagle3_lab.types import PADDING, Rows
 
 

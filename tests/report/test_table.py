@@ -46,7 +46,7 @@ def measured() -> ClosingTable:
             result("chain", "float32", chain, 3),
             result("typical", "float32", chain, 3, lossless=False),
         ),
-        one_pass=OnePass(2.6, 2.33, (0.9, 0.8, math.nan), (0.8, 0.7, 0.5)),
+        one_pass=OnePass(2.6, Interval(2.33, 2.0, 2.6), (0.9, 0.8, math.nan), (0.8, 0.7, 0.5)),
         run_id="0123abc",
         checkpoint="runs/last.ckpt",
         ui="mlflow ui --backend-store-uri sqlite:////x/mlruns/mlflow.db",

@@ -1,0 +1,82 @@
+"""The body of a draft: how large its layers are and how its rows turn, by default as in the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle3_lab.types import FrozenTarget, Rotary
+
+
+@dataclass(frozen=True)
+class Body:
+    """Sizes of a draft's layers; None is the target's own. ``rope_base`` None is the target's rotary embedding, a
+    number the plain one of that base.
+
+    Raises:
+        ValueError: for sizes that fit no target.
+    """
+
+    num_layers: int
+    intermediate: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    rope_base: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "intermediate", "heads", "kv_heads", "head_dim"):
+            size = vars(self)[name]
+            if size is not None and size < 1:
+                raise ValueError(f"draft.{name} must be >= 1, got {size}")
+        if self.rope_base is not None and self.rope_base <= 1:
+            raise ValueError(f"draft.rope_base must be > 1, got {self.rope_base}")
+
+    def fitted(self, target: FrozenTarget, width: int) -> Body:
+        """The same body with every size filled in.
+
+        Raises:
+            ValueError: for a feature width or for sizes that do not fit this target.
+        """
+        spec = target.spec
+        if width != spec.hidden:
+            raise ValueError(
+                f"draft width (the features' {width}) must equal the target's hidden width {spec.hidden}: "
+                "the draft reads the target's embedding"
+            )
+        heads, kv_heads = self.heads or spec.heads, self.kv_heads or spec.kv_heads
+        head_dim, intermediate = self.head_dim or spec.head_dim, self.intermediate or spec.intermediate
+        if heads % kv_heads:
+            raise ValueError(f"draft.heads must be a multiple of draft.kv_heads, got {heads} and {kv_heads}")
+        if head_dim % 2:
+            raise ValueError(f"draft.head_dim must be even (rotary pairs), got {head_dim}")
+        return replace(self, intermediate=intermediate, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+    def angles(self, target: FrozenTarget) -> RopeAngles:
+        """The rope angles of a fitted body's rows."""
+        assert self.head_dim is not None, "a fitted body knows its sizes"
+        if self.rope_base is None:
+            return RopeAngles(target.rotary(self.head_dim))
+        return RopeAngles(plain_rotary(self.rope_base, self.head_dim))
+
+
+class RopeAngles:
+    """Cosine and sine of rows' positions. No module, so that a cast of the draft to bfloat16 leaves the frequencies
+    alone; they follow the rows' device."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+
+    def __call__(self, position: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
+        """[B, T, d] each, shared by all layers of a step."""
+        if self._rotary.inv_freq.device != position.device:
+            self._rotary = Rotary(self._rotary.inv_freq.to(position.device), self._rotary.scale)
+        return self._rotary.cos_sin(position)
+
+
+def plain_rotary(base: float, head_dim: int) -> Rotary:
+    """The unscaled rotary embedding: pair i turns by ``position * base ** (-2 i / head_dim)``."""
+    return Rotary(base ** -(torch.arange(0, head_dim, 2).float() / head_dim))
