@@ -123,8 +123,8 @@ class KVCache:
         self.bound = int(self.lengths.max())
 
     def _require(self, scratch: int) -> None:
-        """Assert that ``scratch`` slots fit behind every row. The device is asked only where the host's bound, which may
-        be too high, says that they do not."""
+        """Assert that ``scratch`` slots fit behind every row. The device is asked only where the host's bound, which is
+        never too low but may be too high, says that they do not."""
         if self.bound + scratch > self.capacity:
             self.settle()
         assert self.bound + scratch <= self.capacity, (

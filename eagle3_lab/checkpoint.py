@@ -1,14 +1,15 @@
 """Checkpoints: the draft only, written so that a half-written one is never loaded, and read only if it fits.
 
 A checkpoint holds tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads it. Beside Lightning's
-own state it says, under ``eagle3_lab``, which target it was trained for.
+own state it says, under ``eagle3_lab``, which target it was trained for and of which parts it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,27 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     (Lightning writes in the system's temporary folder and moves, which on another file system is a plain copy.)
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         place = Path(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
         try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, place)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(name, place)
+            finally:
+                Path(name).unlink(missing_ok=True)
         except OSError as error:
-            Path(name).unlink(missing_ok=True)
-            raise UserError(f"{place}: checkpoint not written ({error.strerror}); the last one is kept") from None
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            raise UserError(
+                f"{place}: checkpoint not written ({error.strerror}); the last one is kept: make room and run again"
+            ) from None
 
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return read(Path(path))
 
 
@@ -87,10 +91,21 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"checkpoint: no file {path}; train one with `fit`")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive raises whatever its first wrong byte leads to
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - a damaged archive raises whatever its first wrong byte leads to
         said = " ".join(str(error).split())[:120]
-        raise UserError(f"{path}: cannot be read as a checkpoint ({said})") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({said}); give one that `fit` wrote") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, no checkpoint; give one that `fit` wrote")
+    return content
+
+
+def content_hash(path: Path) -> str:
+    """Identity of a checkpoint's bytes. Raises UserError where there is no such file."""
+    if not path.is_file():
+        raise UserError(f"checkpoint: no file {path}; train one with `fit`")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def usable(path: Path) -> bool:
@@ -102,6 +117,15 @@ def usable(path: Path) -> bool:
     return True
 
 
+def label(target: FrozenTarget, source: FeatureSource, draft: DraftModel) -> dict[str, Any]:
+    """What a checkpoint says of itself under KEY."""
+    return {"target": asdict(Identity.of(target.spec)), "parts": _parts(source, draft)}
+
+
+def _parts(source: FeatureSource, draft: DraftModel) -> str:
+    return f"{type(draft).__name__} on {type(source).__name__}"
+
+
 def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: DraftModel) -> dict[str, Any]:
     """Build ``source`` and ``draft`` for ``target`` and load their trained weights; returns the checkpoint.
 
@@ -109,17 +133,30 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
         UserError: trained for another target, or with other parts than these.
     """
     content = read(path)
-    if KEY not in content or VOCAB not in content["state_dict"]:
+    said = content.get(KEY, {})
+    if "parts" not in said or VOCAB not in content.get("state_dict", {}):
         raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
-    Identity(**content[KEY]["target"]).refuse_other(target.spec, path)
+    Identity(**said["target"]).refuse_other(target.spec, path)
+    if said["parts"] != _parts(source, draft):
+        raise UserError(
+            f"{path}: holds {said['parts']}, the experiment has {_parts(source, draft)}; use a YAML with the same "
+            "model.draft and model.features"
+        )
     offsets = content["state_dict"][VOCAB]
-    draft.build(target, source.build(target), offsets + torch.arange(len(offsets)))
+    try:
+        draft.build(target, source.build(target), offsets + torch.arange(len(offsets)))
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
     for name, part in (("source", source), ("draft", draft)):
         prefix = f"{name}."
-        state = {key.removeprefix(prefix): value for key, value in content["state_dict"].items() if key.startswith(prefix)}
+        state = {
+            key.removeprefix(prefix): value for key, value in content["state_dict"].items() if key.startswith(prefix)
+        }
         try:
             part.load_state_dict(state)
-        except RuntimeError as error:
-            said = " ".join(str(error).split())[:200]
-            raise UserError(f"{path}: does not fit {type(part).__name__} ({said}); use the YAML it was trained with") from None
+        except (RuntimeError, ValueError) as error:  # other shapes; a vocabulary's two maps that disagree
+            why = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{path}: does not fit {type(part).__name__} ({why}); use the YAML it was trained with"
+            ) from None
     return content

@@ -18,7 +18,7 @@ from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
-from eagle3_lab.decode.methods import Head, Method
+from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFTarget
@@ -52,6 +52,9 @@ class Evaluation:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if VANILLA in self.methods:
             raise ValueError(f"evaluate.methods: {VANILLA!r} always runs; leave it out")
+        names = [task.name for task in self.tasks]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"evaluate.tasks must be at least one, each of a name of its own, got {names}")
 
 
 VANILLA = "vanilla"
@@ -91,9 +94,9 @@ def measure(
         UserError: a prompt longer than the context, a task that cannot be read, a method without its head.
     """
     players = {c.name: _Player(c, evaluation) for c in contestants}
-    asked = [(task.name, prompt) for task in evaluation.tasks for prompt in task.prompts(held_out)]
+    asked = _asked(evaluation, held_out)
     for player in players.values():
-        player.warm_up(asked[0][1])
+        player.warm_up(*asked[0])
     turns: dict[str, list[Turn]] = {name: [] for name in players}
     for i, (task, prompt) in enumerate(asked):
         names = list(players)
@@ -104,9 +107,27 @@ def measure(
     return turns
 
 
+def check(evaluation: Evaluation, target: HFTarget, head: Head, held_out: Sequence[Prompt] | None) -> None:
+    """Refuse what `measure` would refuse, as far as it can be known before ``head`` is trained.
+
+    Raises:
+        UserError: a task that cannot be read, a first turn longer than the context, a tree that does not fit the head.
+    """
+    for name, method in evaluation.methods.items():
+        if method.needs_head:
+            _Player(Contestant(name, method, target, head), evaluation)
+    vanilla = _Player(Contestant(VANILLA, Vanilla(), target), evaluation)
+    for task, prompt in _asked(evaluation, held_out):
+        vanilla.ids(task, prompt)
+
+
 def count_turns(evaluation: Evaluation, held_out: Sequence[Prompt] | None) -> int:
-    """How many turns one contestant answers at most."""
-    return sum(len(p.turns) for task in evaluation.tasks for p in task.prompts(held_out))
+    """How many turns one contestant answers."""
+    return sum(len(prompt.turns) for _, prompt in _asked(evaluation, held_out))
+
+
+def _asked(evaluation: Evaluation, held_out: Sequence[Prompt] | None) -> list[tuple[str, Prompt]]:
+    return [(task.name, prompt) for task in evaluation.tasks for prompt in task.prompts(held_out)]
 
 
 class _Player:
@@ -124,16 +145,26 @@ class _Player:
         self._law = evaluation.law or SamplingLaw()
         self._evaluation = evaluation
 
-    def warm_up(self, prompt: Prompt) -> None:
+    def ids(self, task: str, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:
+        """The prompt behind the answers it has so far. Raises UserError where that fills the context."""
+        ids, room = self._chat.prompt_ids(prompt.messages(said)), self._target.spec.max_positions
+        if len(ids) >= room:
+            raise UserError(
+                f"task {task}: turn {len(said)} of prompt {prompt.id} has {len(ids)} tokens, which leaves no room for "
+                f"an answer in {self._target.spec.name}'s context of {room}; leave the prompt out"
+            )
+        return ids
+
+    def warm_up(self, task: str, prompt: Prompt) -> None:
         """One short answer, for memory, caches and lazy kernels."""
-        self._decode(self._chat.prompt_ids(prompt.messages()), WARM_UP_TOKENS, seed=0)
+        self._decode(self.ids(task, prompt), WARM_UP_TOKENS, seed=0)
 
     def answer(self, task: str, prompt: Prompt, seed: int) -> list[Turn]:
         """All turns of one prompt; the method's own earlier answers are its context."""
         said: list[str] = []
         turns = []
         for number in range(len(prompt.turns)):
-            ids = self._chat.prompt_ids(prompt.messages(said))
+            ids = self.ids(task, prompt, said)
             decoded, seconds = self._decode(ids, self._evaluation.max_new_tokens, seed)
             turns.append(Turn(task, prompt.id, number, decoded, seconds))
             said.append(self._text(decoded))
@@ -142,7 +173,8 @@ class _Player:
     def _decode(self, ids: Sequence[int], limit: int, seed: int) -> tuple[Decoded, float]:
         spec, device = self._target.spec, self._target.device
         limit = min(limit, self._evaluation.max_new_tokens)
-        session = self._target.open(1, len(ids) + limit + self._proposer.nodes + 1, self._proposer.needs | Needs(logits=True))
+        capacity = len(ids) + limit + self._proposer.nodes + 1
+        session = self._target.open(1, capacity, self._proposer.needs | Needs(logits=True))
         watch = Stopwatch(device)
         began = time.perf_counter()
         (decoded,) = decode(
@@ -163,4 +195,6 @@ class _Player:
     def _text(self, decoded: Decoded) -> str:
         ends = self._target.spec.end_tokens
         tokens = [t for t in decoded.tokens if t not in ends]
-        return self._target.tokenizer.decode(tokens)
+        text = self._target.tokenizer.decode(tokens)
+        assert isinstance(text, str)
+        return text

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
+import eagle3_lab.draft.eagle1
 import eagle3_lab.draft.layer
+import eagle3_lab.draft.multiplicative
+import eagle3_lab.draft.noise
 import eagle3_lab.draft.source
 import eagle3_lab.draft.terms  # noqa: F401
 from eagle3_lab.config import Config
 from eagle3_lab.data.answers import Answers
 from eagle3_lab.data.module import ConversationData
+from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
 from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.tracking import Tracking
 from eagle3_lab.train import Model, Optimization
 from eagle3_lab.training import Training
+
+SHOWN = ("name", "tracking", "budgets")
+"""Keys that no result depends on."""
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Experiment:
         evaluate: what is measured by decoding, after training or by ``evaluate``.
         budgets: seconds each stage is meant to take (target, answers, training, evaluation); shown, never enforced.
         tracking: where runs are kept.
-        seed: of weights, order and draws.
+        seed: of the weights and of what is drawn in training; the order of the data is ``data.seed``'s.
         config: the checked configuration, set when built from a YAML.
     """
 
@@ -54,13 +62,33 @@ class Experiment:
     seed: int = 0
     config: Config | None = None
 
-    def training_key(self, *parts: str) -> str:
-        """Identity of a trained head: nothing that only names, shows or measures it."""
-        return self.key(*parts, without=("name", "tracking", "budgets", "evaluate", "answers"))
+    def named_tracking(self) -> Tracking:
+        """Where runs are kept; a run without a name of its own is called by the experiment's."""
+        return replace(self.tracking, run_name=self.tracking.run_name or self.name)
 
-    def key(self, *parts: str, without: tuple[str, ...] = ()) -> str:
-        """Identity of a stage's outcome: the configuration but for top-level keys that do not touch it, and what else
-        decides it."""
-        plain = {} if self.config is None else {k: v for k, v in self.config.plain.items() if k not in without}
-        text = json.dumps([plain, *parts], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def choices(self) -> dict[str, Any]:
+        """The configuration but for what only names or shows: what a run's parameters are.
+
+        Raises:
+            UserError: built without a YAML.
+        """
+        if self.config is None:
+            raise UserError(
+                f"experiment {self.name}: was built without a configuration, so nothing would tell its results from "
+                "another's; build it with eagle3_lab.load"
+            )
+        return {key: value for key, value in self.config.plain.items() if key not in SHOWN}
+
+    def training_key(self, *parts: str) -> str:
+        """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
+        such as the data's hash. Raises UserError as `choices`."""
+        trained = {key: value for key, value in self.choices().items() if key not in ("evaluate", "answers")}
+        return _digest(trained, *parts)
+
+    def result_key(self, *parts: str) -> str:
+        """Identity of a trained and measured head. Raises UserError as `choices`."""
+        return _digest(self.choices(), *parts)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -26,7 +26,9 @@ class HitReading:
 
 
 @torch.no_grad()
-def read_hits(module: DraftModule, batches: Iterable[Batch], on_tokens: Callable[[int], None] = lambda n: None) -> HitReading:
+def read_hits(
+    module: DraftModule, batches: Iterable[Batch], on_tokens: Callable[[int], None] = lambda n: None
+) -> HitReading:
     """The hit table of a head over greedy text.
 
     Args:

@@ -25,7 +25,7 @@ def provenance(seed: int, data_hash: str) -> dict[str, str]:
         data_hash: what identifies the data, e.g. its manifest's hash.
     """
     command = shlex.join(sys.orig_argv)
-    tags = {"seed": str(seed), "data": data_hash, "command": command, "mlflow.source.name": command}
+    tags = {"seed": str(seed), "data": data_hash, "command": command, "mlflow.source.name": "eagle3_lab"}
     tags |= {"mlflow.source.type": "LOCAL", "mlflow.user": _user()}
     return tags | _versions() | machine() | git_state(Path(__file__).parent)
 

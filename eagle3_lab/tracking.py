@@ -163,9 +163,9 @@ def open_run(tracking: Tracking, run_id: str | None = None, tags: Mapping[str, s
         return Run(client, folder, made.info.run_id)
     try:
         run = Run(client, folder, run_id)
+        client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted in the UI
     except MlflowException:
         raise UserError(f"{tracking.folder}: no run {run_id!r} in this store") from None
-    client.update_run(run_id, status="RUNNING")
     run.set_tags(tags or {})
     return run
 

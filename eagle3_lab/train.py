@@ -5,10 +5,12 @@ The frozen target is held outside the module, so no checkpoint, optimizer or str
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning
@@ -16,8 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle3_lab.checkpoint import KEY, Identity
+from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
+from eagle3_lab.draft.noise import FeatureNoise
 from eagle3_lab.draft.teacher import Oov
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm
 from eagle3_lab.draft.unroll import Unroll
@@ -42,6 +45,12 @@ class Model:
         edge: whether ``official`` counts the row whose teacher lies past the text.
         oov: what is taught where the target's choice is outside the draft vocabulary.
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
+        noise: disturbs the states that the draft reads, in training; null: none.
+        start: another run's ``draft.ckpt`` of the same parts to go on from, its draft vocabulary included; null:
+            weights drawn from the seed.
+
+    Raises:
+        ValueError: a draft vocabulary of no token.
     """
 
     features: FeatureSource
@@ -54,6 +63,12 @@ class Model:
     edge: Edge = "dropped"
     oov: Oov = "drop"
     reduction: Literal["supervised", "all"] = "supervised"
+    noise: FeatureNoise | None = None
+    start: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise ValueError(f"draft_vocab must be >= 1, or null for every token, got {self.draft_vocab}")
 
     def loss(self) -> UnrolledLoss:
         """The loss these options describe. Raises ValueError for options that contradict each other."""
@@ -105,7 +120,8 @@ class DraftModule(lightning.LightningModule):
 
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept); val/loss and the hit
-    table's readings under val/.
+    table's readings under val/. ``noise`` is drawn anew for each batch of a training step, from ``seed``, the step,
+    the batch and the rank, so a resumed run draws what an unbroken one does.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -119,27 +135,33 @@ class DraftModule(lightning.LightningModule):
         unroll: Unroll,
         loss: UnrolledLoss,
         optimization: Optimization,
+        noise: FeatureNoise | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         loss.check(source, draft)
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
+        self.noise, self.seed = noise, seed
         self.validation = HitTable(unroll.depth)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
         self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
         self._clock = time.perf_counter()
         self._tokens = 0
 
-    def run(self, batch: Batch) -> tuple[LossOut, Sequence[DraftOut]]:
-        """Features, unroll and loss of one batch."""
+    def run(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[LossOut, Sequence[DraftOut]]:
+        """Features, unroll and loss of one batch; with a ``generator``, the model's noise on what the draft reads."""
         target = self._target[0]
         out = target.features(batch, self._needs)
-        steps = list(self.unroll(self.draft, self.source(out.taps), batch))
+        taps = out.taps
+        if self.noise is not None and generator is not None:
+            taps = self.noise.disturb(taps, batch, generator)
+        steps = list(self.unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
         return self.loss(self.draft, steps, batch, target, out.top.to(target.dtype)), steps
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        out, _ = self.run(batch)
+        out, _ = self.run(batch, None if self.noise is None else self._generator(index))
         self._tokens += int((batch.document >= 0).sum())
         self._log_step(out)
         return out.total
@@ -165,10 +187,13 @@ class DraftModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {"target": asdict(Identity.of(self._target[0].spec))}
+        checkpoint[KEY] = label(self._target[0], self.source, self.draft)
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return batch.to(device)
+    def _generator(self, index: int) -> torch.Generator:
+        """Of this step, batch and rank alone. Hashed, so that neighbouring seeds share nothing."""
+        text = f"{self.seed} {self.trainer.global_step} {index} {self.global_rank}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+        return torch.Generator(self.device).manual_seed(seed)
 
     def _log_step(self, out: LossOut) -> None:
         """One dictionary a step, so a logger makes one call of it."""
@@ -180,7 +205,7 @@ class DraftModule(lightning.LightningModule):
             values[f"train/step_{s}/loss"] = out.steps[s]
             values[f"train/step_{s}/accuracy"] = accuracy[s]
             values[f"train/step_{s}/overlap"] = overlap[s]
-        values["train/lr"] = torch.tensor(self.optimizers().param_groups[0]["lr"])
+        values["train/lr"] = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"])
         now = time.perf_counter()
         values["train/tokens_per_second"] = torch.tensor(self._tokens / max(now - self._clock, 1e-9))
         self._clock, self._tokens = now, 0

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from eagle3_lab.errors import UserError
+
 Products = Literal["auto", "bfloat16", "float32"]
+
+CURVE_POINTS = 1000
+
+# Said by Lightning 2.6 of things that are meant, or that are its own: (category, beginning of the message).
+KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
+    (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),  # under torch 2.13
+    (UserWarning, r"Checkpoint directory .* exists and is not empty"),  # a resumed run's, or the one with its state
+    (UserWarning, r"The number of training batches \(\d+\) is smaller than the logging interval"),  # steps, not passes
+)
 
 
 class Training:
     """Everything `lightning.Trainer` takes, passed through as written, but for what the lab itself brings (logger,
-    checkpoint callback and its writer, the folder).
+    checkpoint callback and its writer, the folder) and for the defaults of what is named here.
 
     Args:
         products: number format of matrix products over float32 parameters and optimizer state. ``auto`` times one
             product in both and takes the faster; the choice is printed and logged.
         precision: Lightning's own option instead, for formats that ``products`` does not name.
         save_every_minutes: how much work a killed run can lose.
+        max_steps: optimizer steps; -1: as many as ``max_epochs`` have.
+        max_epochs: passes over the data; null: 1000, unless ``max_steps`` says.
+        log_every_n_steps: how far apart a curve's points are; null: as close as leaves at most 1000 of them.
+        enable_progress_bar: Lightning's, beside the lab's own stages.
+        enable_model_summary: Lightning's table of parts.
         callbacks: further callbacks, beside the lab's.
-        kwargs: lightning.Trainer's options.
+        kwargs: lightning.Trainer's other options.
 
     Raises:
-        ValueError: for ``precision`` beside a ``products`` that says otherwise.
+        ValueError: for ``precision`` beside a ``products`` that says otherwise, and for a training without an end,
+            which the learning rate's schedule needs.
     """
 
     def __init__(
@@ -38,32 +59,65 @@ class Training:
         products: Products = "auto",
         precision: str | None = None,
         save_every_minutes: float = 1.0,
+        max_steps: int = -1,
+        max_epochs: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_progress_bar: bool = False,
+        enable_model_summary: bool = False,
         callbacks: list[Callback] | None = None,
-        **kwargs: Any,
+        **kwargs: Any,  # noqa: ANN401 - of Trainer's options, each of its own type
     ) -> None:
         if precision is not None and products != "auto":
             raise ValueError(f"trainer.products is {products!r} and trainer.precision {precision!r}: leave one out")
         if save_every_minutes <= 0:
             raise ValueError(f"trainer.save_every_minutes must be > 0, got {save_every_minutes}")
+        if max_steps == -1 == max_epochs:
+            raise ValueError("trainer.max_steps or trainer.max_epochs must be >= 1: the schedule needs a last step")
         self.products: Products = products
         self.named_precision = precision
         self.save_every_minutes = save_every_minutes
+        self.max_steps, self.max_epochs = max_steps, max_epochs
+        self.log_every_n_steps = log_every_n_steps or max(1, max_steps // CURVE_POINTS)
+        self.enable_progress_bar, self.enable_model_summary = enable_progress_bar, enable_model_summary
         self.callbacks = callbacks or []
         self.options = kwargs  # jsonargparse reads the names and types of kwargs off the call below
 
     def make(
-        self, logger: Logger, callbacks: Sequence[Callback], checkpoints: CheckpointIO, precision: Any, folder: Path
+        self, logger: Logger, callbacks: Sequence[Callback], checkpoints: CheckpointIO, precision: str, folder: Path
     ) -> lightning.Trainer:
-        """Lightning's trainer for one run."""
-        return lightning.Trainer(
-            logger=logger,
-            callbacks=[*callbacks, *self.callbacks],
-            plugins=[checkpoints],
-            precision=precision,
-            default_root_dir=folder,
-            enable_checkpointing=True,
-            **self.options,
-        )
+        """Lightning's trainer for one run. Raises UserError for options that Lightning refuses."""
+        try:
+            return lightning.Trainer(
+                logger=logger,
+                callbacks=[*callbacks, *self.callbacks],
+                plugins=[checkpoints],
+                precision=cast(Any, precision),  # a name of Lightning's list, which it checks itself
+                default_root_dir=folder,
+                enable_checkpointing=True,
+                max_steps=self.max_steps,
+                max_epochs=self.max_epochs,
+                log_every_n_steps=self.log_every_n_steps,
+                enable_progress_bar=self.enable_progress_bar,
+                enable_model_summary=self.enable_model_summary,
+                **self.options,
+            )
+        except (MisconfigurationException, ValueError) as error:
+            raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+
+    def check(self, batches: int) -> None:
+        """Refuse what Lightning would refuse once everything is set up. ``batches``: of one pass over the data.
+
+        Raises:
+            UserError: a validation interval longer than a pass, where it is counted within passes.
+        """
+        every, limit = self.options.get("val_check_interval"), self.options.get("limit_train_batches")
+        within = min(batches, limit) if type(limit) is int else batches
+        counted_within = self.options.get("check_val_every_n_epoch", 1) is not None
+        if type(every) is int and every > within and counted_within and self.options.get("limit_val_batches") != 0:
+            raise UserError(
+                f"trainer.val_check_interval: {every} steps, but a pass over the data has {within}; at most that, or "
+                "check_val_every_n_epoch: null to count across passes"
+            )
 
     def save_interval(self) -> timedelta:
         """How far apart checkpoints are."""
@@ -77,8 +131,24 @@ class Training:
             return ("bf16-mixed" if self.products == "bfloat16" else "32-true"), f"trainer.products: {self.products}"
         seconds = {dtype: time_product(device, dtype) for dtype in (torch.bfloat16, torch.float32)}
         faster = min(seconds, key=lambda dtype: seconds[dtype])
-        why = "one timed product: " + ", ".join(f"{str(d).removeprefix('torch.')} {s * 1e3:.1f} ms" for d, s in seconds.items())
+        told = ", ".join(f"{str(d).removeprefix('torch.')} {s * 1e3:.1f} ms" for d, s in seconds.items())
+        why = f"one timed product: {told}"
         return ("bf16-mixed" if faster == torch.bfloat16 else "32-true"), why
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep Lightning's banners, and warnings of what is meant (KNOWN_WARNINGS), off the terminal; others stay."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for category, message in KNOWN_WARNINGS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def time_product(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
@@ -88,7 +158,7 @@ def time_product(device: torch.device, dtype: torch.dtype, size: int = 1024, rep
     for _ in range(repeats + 2):
         _wait(device)
         began = time.perf_counter()
-        a @ b
+        torch.matmul(a, b)
         _wait(device)
         times.append(time.perf_counter() - began)
     return sorted(times[2:])[repeats // 2]

@@ -131,6 +131,7 @@ class TargetSpec:
     weights_hash: str = ""
     tokenizer_hash: str = ""
     template_hash: str = ""
+    vocabulary_hash: str = ""  # which text each token id stands for: all that a draft LM must share with its target
 
 
 class FrozenTarget(ABC):
@@ -281,8 +282,9 @@ class Session(ABC):
         """Read right-padded prompts. Taps and top come for all L rows, logits [B, 1, V] for each last real row."""
 
     @abstractmethod
-    def score(self, tree: Tree) -> TargetOut:
-        """One forward over all nodes: each sees the committed tokens and its own path. Logits [B, N, V]."""
+    def score(self, tree: Tree, done: int = 0) -> TargetOut:
+        """One forward over nodes ``done`` .. N-1: each sees the committed tokens and its own path. Logits
+        [B, N - done, V]. The nodes before ``done`` were scored since the last commit, as the beginning of this tree."""
 
     @abstractmethod
     def commit(self, verdict: Verdict) -> None:

@@ -43,6 +43,14 @@ def embedded() -> object:
     return TargetChoice().load()
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A `tiny.TinyLab`: a random target of four small blocks in a folder, and conversations that it answered."""
+    from tiny import make
+
+    return make(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture(autouse=True)
 def _private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing a test writes lands in the checkout or in the user's cache, unless the test asks for it."""

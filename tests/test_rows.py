@@ -13,7 +13,9 @@ U, A = False, True
 ONE = [U, U, A, A, A]
 
 
-def weights(supervised: list[bool], s: int, mask: Mask, edge: Edge = "dropped", document: list[int] | None = None) -> str:
+def weights(
+    supervised: list[bool], s: int, mask: Mask, edge: Edge = "dropped", document: list[int] | None = None
+) -> str:
     """One row's weights as a drawing."""
     where = [0] * len(supervised) if document is None else document
     found = row_weights(torch.tensor([supervised]), torch.tensor([where]), s, mask, edge)
@@ -138,6 +140,11 @@ def test_every_mask_is_its_definition_on_random_rows(seed: int) -> None:
     supervised: Tensor = torch.rand(len(document), generator=draw) < 0.7
     said = (supervised & (torch.tensor(document) != PADDING)).tolist()
     for s in range(4):
-        for mask, edge in (("drafted", "dropped"), ("official", "dropped"), ("official", "counted"), ("root", "dropped")):
+        for mask, edge in (
+            ("drafted", "dropped"),
+            ("official", "dropped"),
+            ("official", "counted"),
+            ("root", "dropped"),
+        ):
             expected = [plainly(said, document, t, s, mask, edge) for t in range(len(document))]
             assert weights(said, s, mask, edge, document) == " ".join(str(int(w)) for w in expected), (mask, edge, s)

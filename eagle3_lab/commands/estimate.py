@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from eagle3_lab.commands.work import disk_bytes
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.progress import duration
@@ -13,28 +14,27 @@ from eagle3_lab.train import DraftModule
 
 
 def estimate(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
-    """Tokens, disk, memory and hours, a line each. Times one training step after a first one that warms up."""
+    """Tokens, disk, memory and hours, a line each. Times one training step after a first one that warms up. Fresh
+    answers are counted where they are made already."""
     sizes = data.manifest()["train"]
-    options = experiment.trainer.options
+    trainer = experiment.trainer
     per_epoch = len(data.train_dataloader())
-    accumulate = options["accumulate_grad_batches"]
-    steps = options["max_steps"]
+    accumulate = trainer.options.get("accumulate_grad_batches", 1)
+    steps = trainer.max_steps
     if steps < 0:
-        steps = per_epoch * (options["max_epochs"] or 1000) // accumulate
+        steps = per_epoch * (trainer.max_epochs or 1000) // accumulate
     seconds, tokens = _time_step(experiment, module, data)
     parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
     passes = steps * accumulate / per_epoch
-    return "".join(
-        f"{line}\n"
-        for line in (
-            f"data: {sizes['conversations']} conversations, {sizes['tokens']} tokens, {sizes['supervised']} supervised; "
-            f"{per_epoch} batches a pass",
-            f"training: {steps} steps of {accumulate} batches, {passes:.1f} passes over the data; "
-            f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * steps * accumulate)}",
-            f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state {parameters * 16 / 1e9:.2f} GB "
-            "of memory, beside the target and a batch's activations",
-            f"disk: {parameters * 16 / 1e9:.2f} GB (last checkpoint with optimizer state, draft, and its copy in the run)",
-        )
+    return (
+        f"data: {sizes['conversations']} conversations, {sizes['tokens']} tokens, {sizes['supervised']} supervised; "
+        f"{per_epoch} batches a pass\n"
+        f"training: {steps} steps of {accumulate} batches, {passes:.1f} passes over the data; "
+        f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * steps * accumulate)}\n"
+        f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state {parameters * 16 / 1e9:.2f} GB "
+        "of memory, beside the target and a batch's activations\n"
+        f"disk: {disk_bytes(module) / 1e9:.2f} GB at most (two checkpoints with optimizer state while one replaces the "
+        "other, the draft, and its copy in the run)\n"
     )
 
 
@@ -48,7 +48,7 @@ def _time_step(experiment: Experiment, module: DraftModule, data: ConversationDa
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
             out, _ = module.run(batch.to(device))
         out.total.backward()
-        float(out.total)  # waits for the device
+        float(out.total.detach())  # waits for the device
         seconds = time.perf_counter() - began
         module.zero_grad()
     return seconds, int((batch.document >= 0).sum())

@@ -1,4 +1,4 @@
-"""`evaluate`: measure a trained head, or methods without one, by decoding."""
+"""`evaluate`: measure a trained head by decoding, beside whatever else the experiment names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from eagle3_lab import checkpoint
 from eagle3_lab.commands import stages
 from eagle3_lab.commands.files import write_text
-from eagle3_lab.commands.fit import log_closing, log_setting, quiet_lightning
+from eagle3_lab.commands.fit import log_closing, log_setting
+from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -23,21 +24,24 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
         experiment: its ``evaluate`` section says what is measured.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment.
         json: also write the closing table there, for machines.
+
+    Raises:
+        UserError: no ``evaluate`` section, no trained head or one of another target, or what `measure` refuses.
     """
-    quiet_lightning()
     if experiment.evaluate is None:
         raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
+    require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target)
-    work = stages.Work.of(experiment, target, data)
-    path = work.draft if checkpoint_path is None else checkpoint_path
-    if checkpoint_path is None and not checkpoint.usable(path):
+    path = Work.of(experiment, target, data).draft if checkpoint_path is None else checkpoint_path
+    if checkpoint_path is None and not path.is_file():
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
     module = stages.build_module(experiment, target, data)
     checkpoint.restore(path, target, module.source, module.draft)
     module = module.to(target.device).eval()
+    stages.check_evaluation(experiment, target, data, module)
     tags = {**provenance(experiment.seed, data.hash), "checkpoint": str(path)}
-    with open_run(experiment.tracking, tags=tags) as run:
+    with open_run(experiment.named_tracking(), tags=tags) as run:
         log_setting(experiment, data, run)
         hits = stages.read_held_out(module, data)
         rows = stages.decode_methods(experiment, experiment.evaluate, target, Head(module.source, module.draft), data)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
-import logging
-import warnings
 from pathlib import Path
 
+from eagle3_lab import checkpoint
 from eagle3_lab.commands import stages
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.work import STATE, Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
+from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.progress import stage
 from eagle3_lab.provenance import provenance
@@ -29,52 +30,64 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     Args:
         experiment: what is run.
         json: also write the closing table there, for machines.
-        dry_run: estimate tokens, disk, memory and hours, and stop.
+        dry_run: estimate tokens, disk, memory and hours, and stop; nothing is made or written.
+
+    Raises:
+        UserError: a mistake in the experiment, its data or its target, or a disk that is full.
     """
-    quiet_lightning()
+    if not dry_run:
+        require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
-    work = stages.Work.of(experiment, target, data)
+    data = stages.build_data(experiment, target, answer=not dry_run)
+    module = stages.build_module(experiment, target, data)
+    stages.check_rows(module, data)
+    stages.check_evaluation(experiment, target, data, module)
     if dry_run:
-        print(estimate(experiment, stages.build_module(experiment, target, data), data), end="")
+        print(estimate(experiment, module, data), end="")
         return
-    with open_run(experiment.tracking, work.run_id(), provenance(experiment.seed, data.hash)) as run:
+    work = Work.of(experiment, target, data)
+    with continued(experiment, data, work) as run:
         work.remember(run.id)
         log_setting(experiment, data, run)
-        module = trained(experiment, target, data, run, work)
+        module = trained(experiment, target, data, module, run, work)
         text = closed(experiment, target, data, module, run, work)
     print(text, end="")
     if json is not None:
         write_text(json, (work.folder / CLOSING_JSON).read_text())
 
 
+def continued(experiment: Experiment, data: ConversationData, work: Work) -> Run:
+    """The run of this very experiment, or a new one. Raises UserError where the store has lost it."""
+    run_id = work.run_id()
+    tags = provenance(experiment.seed, data.hash) | work.origin()
+    try:
+        return open_run(experiment.named_tracking(), run_id, tags)
+    except UserError as error:
+        if run_id is None:
+            raise
+        raise UserError(f"{error}; restore it, or remove {work.folder / STATE} for a new run") from None
+
+
 def trained(
-    experiment: Experiment, target: HFTarget, data: ConversationData, run: Run, work: stages.Work
+    experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule, run: Run, work: Work
 ) -> DraftModule:
     """The trained module: from its checkpoint where this very training is done, else trained now."""
-    module = stages.build_module(experiment, target, data)
-    if stages.checkpoint.usable(work.draft):
+    if work.draft.is_file():
         with stage("training", "steps", budget_s=experiment.budgets.get("training")) as s:
             s.reused()
     else:
-        run.set_tags(stages.train_head(experiment, module, data, run, work))
+        stages.train_head(experiment, module, data, run, work)
         run.log_artifact(work.draft, "checkpoint")
-    stages.checkpoint.restore(work.draft, target, module.source, module.draft)
+    checkpoint.restore(work.draft, target, module.source, module.draft)
     return module.to(target.device).eval()
 
 
 def closed(
-    experiment: Experiment,
-    target: HFTarget,
-    data: ConversationData,
-    module: DraftModule,
-    run: Run,
-    work: stages.Work,
+    experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule, run: Run, work: Work
 ) -> str:
     """The closing table as text: measured now, or as it was where nothing changed."""
-    key = experiment.key(target.spec.weights_hash, data.hash, without=("name", "tracking", "budgets"))
     told = work.folder / CLOSING_JSON
-    if told.is_file() and json_module.loads(told.read_text()).get("key") == key:
+    if told.is_file() and json_module.loads(told.read_text()).get("key") == work.key:
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
         return (work.folder / CLOSING_TEXT).read_text()
@@ -86,28 +99,22 @@ def closed(
     table = stages.closing_table(experiment, target, rows, hits, run, work.draft)
     log_closing(table, run)
     write_text(work.folder / CLOSING_TEXT, as_text(table))
-    write_text(told, json_module.dumps({"key": key, **json_module.loads(as_json(table))}, indent=2) + "\n")
+    write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")
     return as_text(table)
 
 
 def log_setting(experiment: Experiment, data: ConversationData, run: Run) -> None:
     """What was asked for: parameters, the configuration as a file that runs again, the data's manifest."""
+    run.log_params(experiment.choices())
     if experiment.config is not None:
-        run.log_params(experiment.config.plain)
         run.log_text(experiment.config.logged_yaml, "config.yaml")
     run.log_text(json_module.dumps(data.manifest(), indent=2) + "\n", "data.json")
     run.log_text(data.summary() + "\n", "data.txt")
 
 
 def log_closing(table: ClosingTable, run: Run) -> None:
+    """The closing table, as metrics, as the text of the run's page and as files."""
     run.log_metrics(stages.table_metrics(table))
     run.describe(as_markdown(table))
     run.log_text(as_text(table), "closing.txt")
     run.log_text(as_json(table), "closing.json")
-
-
-def quiet_lightning() -> None:
-    """Lightning's banners and hints say nothing that our stages do not; its warnings stay."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")

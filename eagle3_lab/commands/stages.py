@@ -1,39 +1,36 @@
-"""The stages that verbs are made of: target, data, head, closing table. Each reports itself and reuses what is there."""
+"""The stages that verbs are made of: target, data, head, closing table. Each reports itself, and reuses what is
+there."""
 
 from __future__ import annotations
 
-import json
-import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from eagle3_lab import checkpoint
+from eagle3_lab.commands.callbacks import Interrupts, Reporter
+from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head, Vanilla
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation import VANILLA, Contestant, Evaluation, Turn, count_turns, measure
+from eagle3_lab.evaluation import VANILLA, Contestant, Evaluation, Turn, check, count_turns, measure
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.hits import HitReading, read_hits
 from eagle3_lab.intervals import ratio_interval
 from eagle3_lab.lightning_logger import RunLogger
-from eagle3_lab.progress import Stage, stage
+from eagle3_lab.progress import stage
 from eagle3_lab.report.table import Answered, ClosingTable, MethodResult, OnePass, method_result
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import cache_folder
-from eagle3_lab.run_store import ui_command
-from eagle3_lab.tracking import Run
+from eagle3_lab.tracking import Run, ui_command
 from eagle3_lab.train import DraftModule
-from eagle3_lab.types import Batch
-
-LAST, DRAFT, STATE = "last.ckpt", "draft.ckpt", "state.json"
-
+from eagle3_lab.training import quiet_lightning
 
 # ------------------------------------------------------------------------------------------------- target and data
 
@@ -41,23 +38,38 @@ LAST, DRAFT, STATE = "last.ckpt", "draft.ckpt", "state.json"
 def load_target(experiment: Experiment) -> HFTarget:
     """The target, fetched and converted on first use."""
     with stage("target", "models", 1, experiment.budgets.get("target")) as s:
+        if experiment.target.is_made():
+            s.reused()
         target = experiment.target.load()
         s.advance()
     return target
 
 
-def build_data(experiment: Experiment, target: HFTarget) -> ConversationData:
-    """The experiment's conversations, and the fresh answers beside them, for this target."""
+def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True) -> ConversationData:
+    """The experiment's conversations, and the fresh answers beside them, for this target. ``answer`` False: nothing is
+    made; answers that are not there yet are left out.
+
+    Raises:
+        UserError: a template or data that cannot be trained on, or a folder for answers that cannot be written.
+    """
     assert target.tokenizer is not None
     chat = Chat(target.tokenizer)
-    beside = [] if experiment.answers is None else [_answer(experiment, target, chat)]
+    beside: list[Path] = []
+    if experiment.answers is not None:
+        place = experiment.answers.place(target, chat, _answers_folder())
+        if answer or place.is_file():
+            beside = [_answer(experiment, target, chat)]
     experiment.data.build(chat, target.spec, beside)
     return experiment.data
 
 
+def _answers_folder() -> Path:
+    return cache_folder() / "answers"
+
+
 def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
     assert experiment.answers is not None
-    folder = cache_folder() / "answers"
+    folder = _answers_folder()
     total = len(experiment.answers.questions())
     with stage("answers", "prompts", total, experiment.budgets.get("answers")) as s:
         if experiment.answers.place(target, chat, folder).is_file():
@@ -68,105 +80,83 @@ def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
 # ------------------------------------------------------------------------------------------------------- training
 
 
-@dataclass(frozen=True)
-class Work:
-    """The folder of one training: its checkpoints, and which run it belongs to. Named by content, so an unchanged
-    experiment finds it again."""
-
-    folder: Path
-
-    @staticmethod
-    def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
-        key = experiment.training_key(target.spec.weights_hash, data.hash)
-        return Work(experiment.tracking.folder / "work" / f"{experiment.name}-{key}")
-
-    @property
-    def draft(self) -> Path:
-        return self.folder / DRAFT
-
-    @property
-    def last(self) -> Path:
-        return self.folder / LAST
-
-    def run_id(self) -> str | None:
-        """The MLflow run that this training was started in."""
-        file = self.folder / STATE
-        return json.loads(file.read_text())["run_id"] if file.is_file() else None
-
-    def remember(self, run_id: str) -> None:
-        """Tie this training to a run, before its first step."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / f".{STATE}-{os.getpid()}"
-            temporary.write_text(json.dumps({"run_id": run_id}))
-            os.replace(temporary, self.folder / STATE)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror}); name another tracking.folder") from None
-
-
 def build_module(experiment: Experiment, target: HFTarget, data: ConversationData) -> DraftModule:
-    """A fresh head for this target, its weights drawn from the experiment's seed.
+    """A fresh head for this target: its weights drawn from the experiment's seed, or those of ``model.start``.
 
     Raises:
-        UserError: options that contradict each other or do not fit the target or the data.
+        UserError: options that contradict each other or do not fit the target or the data, or a ``model.start`` of
+            other parts or of another target.
     """
     model = experiment.model
     torch.manual_seed(experiment.seed)
     try:
         width = model.features.build(target)
         counts = data.token_counts()
-        size = model.draft_vocab or target.spec.vocab
+        size = target.spec.vocab if model.draft_vocab is None else model.draft_vocab
         assert target.tokenizer is not None
         always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
         vocab = choose(counts, size, always, min(len(target.tokenizer), target.spec.vocab))
         model.draft.build(target, width, vocab.to(target.device))
-        module = DraftModule(target, model.features, model.draft, model.unroll, model.loss(), experiment.optimizer)
+        if model.start is not None:
+            checkpoint.restore(model.start, target, model.features, model.draft)
+        module = DraftModule(
+            target,
+            model.features,
+            model.draft,
+            model.unroll,
+            model.loss(),
+            experiment.optimizer,
+            noise=model.noise,
+            seed=experiment.seed,
+        )
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return module.to(target.device)
 
 
-def train_head(
-    experiment: Experiment, module: DraftModule, data: ConversationData, run: Run, work: Work
-) -> dict[str, str]:
-    """Train, going on from the last checkpoint of an interrupted run; ends with ``draft.ckpt`` in ``work``. Returns
-    what was chosen on the way, to be logged."""
-    device = next(module.parameters()).device
-    precision, why = experiment.trainer.precision(device)
-    rank_zero_info(f"training: products in {precision} ({why})")
-    going_on = work.last if checkpoint.usable(work.last) else None
-    with stage("training", "steps", None, experiment.budgets.get("training")) as s:
-        saver = ModelCheckpoint(
-            dirpath=work.folder,
-            filename=work.last.stem,
-            train_time_interval=experiment.trainer.save_interval(),
-            save_top_k=1,
-            enable_version_counter=False,
-            save_on_exception=True,
+def check_rows(module: DraftModule, data: ConversationData) -> None:
+    """Refuse conversations that would train nothing. Raises UserError."""
+    if not any(bool(module.loss.weights(batch, 1).any()) for batch in data.train_dataloader()):
+        raise UserError(
+            f"{data.path}: no row can be trained on with mask {module.loss.mask!r} within max_length "
+            f"{data.max_length}: every answer ends before its second token; longer answers or a larger max_length are "
+            "needed"
         )
-        trainer = experiment.trainer.make(
-            RunLogger(run), [saver, Reporter(s)], checkpoint.AtomicCheckpointIO(), precision, work.folder
-        )
-        trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
+
+
+def train_head(experiment: Experiment, module: DraftModule, data: ConversationData, run: Run, work: Work) -> None:
+    """Train, going on from the last checkpoint of an interrupted run; ends with ``work.draft``. What is chosen on the
+    way is tagged.
+
+    Raises:
+        UserError: no room on the disk, options that Lightning refuses, or a last checkpoint that is damaged.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; ``work.last`` is then the last step's.
+    """
+    require_room(work.folder, module)
+    options = experiment.trainer
+    options.check(len(data.train_dataloader()))
+    precision, why = options.precision(next(module.parameters()).device)
+    going_on = work.last if work.last.is_file() else None
+    run.set_tags({"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()})
+    print(f"training: products in {precision} ({why})", file=sys.stderr)
+    saver = ModelCheckpoint(
+        dirpath=work.folder,
+        filename=work.last.stem,
+        train_time_interval=options.save_interval(),
+        save_top_k=1,
+        enable_version_counter=False,
+        save_on_exception=True,
+    )
+    interrupts = Interrupts()
+    with quiet_lightning(), stage("training", "steps", None, experiment.budgets.get("training")) as s:
+        callbacks = [saver, Reporter(s), interrupts]
+        trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
+        try:
+            with interrupts.caught():
+                trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
+        except MisconfigurationException as error:
+            raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         trainer.save_checkpoint(work.draft, weights_only=True)
-    return {"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()}
-
-
-class Reporter(Callback):
-    """Tells a stage how training goes."""
-
-    def __init__(self, progress: Stage) -> None:
-        self._stage = progress
-
-    def on_train_start(self, trainer: object, module: object) -> None:
-        self._stage.total = int(trainer.estimated_stepping_batches)  # pyright: ignore[reportAttributeAccessIssue]
-        self._stage.done = trainer.global_step  # pyright: ignore[reportAttributeAccessIssue]
-
-    def on_train_batch_end(self, trainer: object, module: object, outputs: object, batch: Batch, index: int) -> None:
-        steps = trainer.global_step - self._stage.done  # pyright: ignore[reportAttributeAccessIssue]
-        self._stage.advance(steps, tokens=int((batch.document >= 0).sum()))
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation
@@ -180,6 +170,12 @@ def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | N
     with stage("hit table", "tokens", total) as s:
         batches = (batch for loader in data.val_dataloader() for batch in loader)
         return read_hits(module, batches, on_tokens=s.advance)
+
+
+def check_evaluation(experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule) -> None:
+    """Refuse before training what could not be measured after it. Raises UserError."""
+    if experiment.evaluate is not None:
+        check(experiment.evaluate, target, Head(module.source, module.draft), data.prompts())
 
 
 def decode_methods(
@@ -220,7 +216,8 @@ def closing_table(
     measured = []
     if evaluation is not None:
         tasks = ", ".join(task.name for task in evaluation.tasks)
-        measured = ["greedy" if evaluation.law is None else str(evaluation.law), f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
+        law = "greedy" if evaluation.law is None else str(evaluation.law)
+        measured = [law, f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "CPU"
     threads = f"{device}, {torch.get_num_threads()} threads" if device == "CPU" else device
     return ClosingTable(
@@ -265,7 +262,8 @@ def table_metrics(table: ClosingTable) -> dict[str, float]:
         walked = table.one_pass.tau_walked
         found |= {"eval/one_pass/tau_expected": table.one_pass.tau_expected, "eval/one_pass/tau_walked": walked.value}
         found |= {"eval/one_pass/tau_walked_low": walked.low, "eval/one_pass/tau_walked_high": walked.high}
-        for n, (every, visited) in enumerate(zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)):
+        both = zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)
+        for n, (every, visited) in enumerate(both):
             found |= {f"eval/one_pass/n_alpha_{n}_all": every, f"eval/one_pass/n_alpha_{n}_walked": visited}
     return found
 
@@ -275,9 +273,7 @@ def _by_prompt(turns: Sequence[Turn]) -> list[Answered]:
     grouped: dict[tuple[str, str], list[Turn]] = {}
     for turn in turns:
         grouped.setdefault((turn.task, turn.prompt), []).append(turn)
-    return [
-        Answered(tuple(t.decoded for t in one), sum(t.seconds for t in one)) for _, one in sorted(grouped.items())
-    ]
+    return [Answered(tuple(t.decoded for t in one), sum(t.seconds for t in one)) for one in grouped.values()]
 
 
 def _rate(answered: Sequence[Answered]) -> float:

@@ -43,12 +43,14 @@ class Answers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"answers.temperature must be >= 0, got {self.temperature}")
         if self.max_new_tokens < 1:
             raise ValueError(f"answers.max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if self.rows < 1:
             raise ValueError(f"answers.rows must be >= 1, got {self.rows}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"answers.limit must be >= 1 or null, got {self.limit}")
 
     def questions(self) -> list[Prompt]:
         """The prompts. Raises UserError for a broken or missing file."""
@@ -57,8 +59,8 @@ class Answers:
     def key(self, target: HFTarget, chat: Chat) -> str:
         """Identity of the answers: the same key, the same file."""
         spec = target.spec
-        parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype), file_hash(self.prompts)]
-        parts.append(json.dumps(asdict(self), sort_keys=True))
+        parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype)]
+        parts.append(json.dumps(asdict(self) | {"prompts": file_hash(self.prompts)}, sort_keys=True))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def place(self, target: HFTarget, chat: Chat, folder: Path) -> Path:
@@ -111,12 +113,14 @@ class Answers:
             os.replace(temporary, place)
             unfinished.unlink()
         except OSError as error:
-            raise UserError(f"{folder}: answers cannot be written ({error.strerror}); free space or set EAGLE3_LAB_CACHE") from None
+            raise UserError(
+                f"{folder}: answers cannot be written ({error.strerror}); free space or set EAGLE3_LAB_CACHE"
+            ) from None
         return place
 
 
 def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: float, target: HFTarget) -> dict:
-    text = target.tokenizer.decode(tokens if cut else tokens[:-1])
+    text = target.tokenizer.decode(list(tokens if cut else tokens[:-1]))
     messages = [*question.messages(), {"role": "assistant", "content": text}]
     return {
         "id": question.id,
@@ -130,9 +134,17 @@ def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: f
 
 
 def _finished(unfinished: Path) -> dict[str, dict]:
-    """Whole lines of an interrupted file, by id; what a kill cut off behind them is taken from the file."""
+    """Whole lines of an interrupted file, by id; what a kill left behind them is taken from the file."""
     if not unfinished.is_file():
         return {}
-    *whole, cut_off = unfinished.read_bytes().split(b"\n")  # not splitlines: answers may hold rarer line ends
-    os.truncate(unfinished, unfinished.stat().st_size - len(cut_off))
-    return {record["id"]: record for record in map(json.loads, whole)}
+    found: dict[str, dict] = {}
+    size = 0
+    for line in unfinished.read_bytes().split(b"\n")[:-1]:  # not splitlines: an answer may hold rarer line ends
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        found[record["id"]] = record
+        size += len(line) + 1
+    os.truncate(unfinished, size)
+    return found

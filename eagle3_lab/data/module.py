@@ -37,6 +37,7 @@ class ConversationData(LightningDataModule):
         max_length: longest document in tokens.
         row_length: tokens a packed row has room for.
         rows_per_batch: rows of one batch, on each process.
+        packed: several documents share a row; false: each has a row of its own, behind it padding.
         over_length: what is done with a longer conversation: ``cut`` it at ``max_length``, or ``drop`` it.
         held_out: greedy conversations that validate and never train: a number, a share of the greedy ones, or None:
             all that the file marks ``"split": "held_out"``, else a share of 0.05. 0: no validation.
@@ -60,6 +61,7 @@ class ConversationData(LightningDataModule):
         max_length: int = 512,
         row_length: int = 1024,
         rows_per_batch: int = 1,
+        packed: bool = True,
         over_length: OverLength = "cut",
         held_out: int | float | None = None,
         limit: int | None = None,
@@ -80,6 +82,7 @@ class ConversationData(LightningDataModule):
         self.max_length = max_length
         self.row_length = row_length
         self.rows_per_batch = rows_per_batch
+        self.packed = packed
         self.over_length: OverLength = over_length
         self.wanted = held_out
         self.limit = limit
@@ -166,7 +169,7 @@ class ConversationData(LightningDataModule):
     def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
         rank, world = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
         order = RowOrder(
-            list(map(len, found)),
+            [len(one) if self.packed else self.row_length for one in found],
             self.row_length,
             rows_per_batch=self.rows_per_batch,
             seed=seed,
@@ -174,6 +177,7 @@ class ConversationData(LightningDataModule):
             world=world,
         )
         data = f"{self.hash}, seed {seed}, {self.rows_per_batch} rows of {self.row_length}, {world} processes"
+        data += "" if self.packed else ", not packed"
         return RowLoader(PackedRows(found, self.row_length), order, data)
 
     def _check_ids(self, spec: TargetSpec) -> None:

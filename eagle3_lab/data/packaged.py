@@ -41,13 +41,14 @@ TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 320
 MAX_PROMPT_TOKENS = 700
 MAX_USER_TOKENS = 120
+LICENCE = "Apache-2.0; answers and self-written prompts by SmolLM2-135M-Instruct (Apache-2.0), 4-bit de-quantised"
 
 
 def make(seed: int, rows: int) -> dict[str, object]:
     """Write all four resource files; returns the manifest."""
     began = time.time()
     fast, exact = TargetChoice(dtype=torch.bfloat16).load(), TargetChoice(dtype=torch.float32).load()
-    written = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    written = [json.loads(line) for line in PROMPTS.read_text("utf-8").splitlines()]
     own = [{"id": p["id"], "source": f"written/{p['kind']}", "turns": p["turns"]} for p in written]
     turns = self_written(fast, SELF_WRITTEN + FRESH_PROMPTS, seed, rows)
     self_turns = [{"id": f"self-{i:03d}", "source": "self-written", "turns": [turn]} for i, turn in enumerate(turns)]
@@ -80,7 +81,7 @@ def make(seed: int, rows: int) -> dict[str, object]:
         "not_exact": sum(not row["exact"] for row in rows_out),  # the text reads back as other token ids
         "answer_tokens": sum(row["answer_tokens"] for row in rows_out),
         "minutes": round((time.time() - began) / 60, 1),
-        "licence": "Apache-2.0; answers and self-written prompts by SmolLM2-135M-Instruct (Apache-2.0), 4-bit de-quantised",
+        "licence": LICENCE,
     }
     MANIFEST.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
@@ -146,20 +147,24 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
         for p in prompts
     ]
     for turn in range(max(len(p["turns"]) for p in prompts)):
-        going = [i for i, p in enumerate(prompts) if turn < len(p["turns"]) and not talks[i]["cut"]]
+        going = [
+            i
+            for i, (p, talk) in enumerate(zip(prompts, talks, strict=True))
+            if turn < len(p["turns"]) and not talk["cut"] and len(talk["messages"]) == 2 * turn
+        ]
         for i in going:
             talks[i]["messages"].append({"role": "user", "content": prompts[i]["turns"][turn]})
         ids = [prompt_ids(target, talks[i]["messages"]) for i in going]
         fits = [j for j, x in enumerate(ids) if len(x) <= MAX_PROMPT_TOKENS]
-        done = 0
-        for answer in answers(
+        made = answers(
             target,
             [ids[j] for j in fits],
             temperature=temperature,
             max_new_tokens=MAX_NEW_TOKENS,
             rows=rows,
             seed=seed + turn,
-        ):
+        )
+        for done, answer in enumerate(made, 1):
             talk = talks[going[fits[answer.index]]]
             text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             talk["messages"].append({"role": "assistant", "content": text})
@@ -168,12 +173,11 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
             talk["exact"] = talk["exact"] and target.tokenizer(text, add_special_tokens=False).input_ids == kept
             talk["looping"] = talk["looping"] or loops(answer.tokens)
             talk["answer_tokens"] += len(answer.tokens)
-            done += 1
             if done % 25 == 0:
                 say(f"temperature {temperature}, turn {turn + 1}: {done} of {len(fits)} answered")
-        for talk in talks:  # a second turn that did not fit stays out
-            if talk["messages"][-1]["role"] == "user":
-                talk["messages"].pop()
+        for i in going:  # a turn that does not fit ends its conversation
+            if talks[i]["messages"][-1]["role"] == "user":
+                talks[i]["messages"].pop()
     return [talk for talk in talks if talk["messages"]]
 
 

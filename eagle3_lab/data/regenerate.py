@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.errors import UserError
@@ -41,7 +41,6 @@ class _Live:
     generator: torch.Generator
 
 
-@torch.inference_mode()
 def answers(
     target: HFTarget,
     prompts: Sequence[Sequence[int]],
@@ -97,8 +96,7 @@ def answers(
                 yield answer
         step += 1
         if step % SETTLE_EVERY == 0:
-            session.cache.lengths[~active] = 0  # an idle row holds the view open no longer
-            session.cache.settle()
+            _settle(session, active)
 
 
 def hash_seed(seed: int, index: int) -> int:
@@ -109,6 +107,11 @@ def hash_seed(seed: int, index: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
+# Inference mode is entered in here: on a generator it would last while its consumer runs, or not at all where a type
+# checker has wrapped the generator.
+
+
+@torch.inference_mode()
 def _prefill(target: HFTarget, session: HFSession, row: int, prompt: Sequence[int]) -> Float[Tensor, "1 V"]:
     """Read one prompt and put its keys into ``row``; the logits after it."""
     alone = target.open(1, len(prompt), Needs(logits=True))
@@ -118,18 +121,27 @@ def _prefill(target: HFTarget, session: HFSession, row: int, prompt: Sequence[in
     return logits
 
 
-def _step(session: HFSession, token: Int[Tensor, " B"], active: Tensor) -> Float[Tensor, "B V"]:
+@torch.inference_mode()
+def _step(session: HFSession, token: Int[Tensor, " B"], active: Bool[Tensor, " B"]) -> Float[Tensor, "B V"]:
     """One forward of one token a row; idle rows are scored and dropped."""
     zero = torch.zeros_like(token)
+    token = token.clamp(min=0)  # where an idle row's logits are NaN
     tree = Tree(token[:, None], zero[:, None], torch.ones_like(token, dtype=torch.bool)[:, None])
     logits = session.score(tree).logits[:, 0]
     session.commit(Verdict(torch.where(active, 0, PADDING)[:, None], zero, zero))
     return logits
 
 
+@torch.inference_mode()
+def _settle(session: HFSession, active: Bool[Tensor, " B"]) -> None:
+    """Empty the idle rows, so that they hold the view open no longer, and look at the longest row."""
+    session.cache.lengths[~active] = 0
+    session.cache.settle()
+
+
 def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None]) -> Int[Tensor, " B"]:
-    """The next token of every row, each from its own generator; never one of probability 0. PADDING where the logits are
-    NaN."""
+    """The next token of every row, each from its own generator and never one of probability 0; PADDING where the logits
+    are NaN."""
     broken = logits.isnan().any(-1)
     if temperature == 0:
         return logits.argmax(-1).masked_fill(broken, PADDING)

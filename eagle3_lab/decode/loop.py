@@ -19,6 +19,10 @@ from eagle3_lab.decode.trie import cut, root_only
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Decoded, Law, Proposer, Round, Session, TargetOut, Tree, Verdict, Verifier
 
+OnTokens = Callable[[int, Sequence[int], int], None]
+"""Called as ``(b, tokens, accepted)`` with a piece of row b's text: its first ``accepted`` tokens were drafts, what
+follows (one token, or none where the round was cut) is the target's own."""
+
 
 @torch.inference_mode()
 def decode(
@@ -33,14 +37,14 @@ def decode(
     end_tokens: Sequence[int],
     context_limit: int,
     generators: Sequence[torch.Generator],
-    on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+    on_tokens: OnTokens | None = None,
     clock: Clock | None = None,
 ) -> list[Decoded]:
     """Answer right-padded prompts, one :class:`Decoded` a row.
 
     A row ends with the first of ``end_tokens`` (which it includes), with ``max_new_tokens`` tokens ("length"), or where
     prompt and answer fill ``context_limit`` positions ("context"); no token past that is fed to the target. Row b draws
-    from ``generators[b]`` alone, and its answer does not depend on the other rows. ``on_tokens(b, tokens)`` is called
+    from ``generators[b]`` alone, and its answer does not depend on the other rows. ``on_tokens`` is called
     with every piece of text as it is emitted. ``clock`` books prefill (the proposer's start included), draft (propose,
     observe), verify (score, law, verify, commit) and host (the rest); a batch's seconds are shared evenly by its rows,
     so that sums over answers are wall time.
@@ -204,7 +208,7 @@ def _narrow(verdict: Verdict, table: list[list[int]]) -> Verdict:
 def _record(
     rows: list[_Row],
     table: list[list[int]],
-    on_tokens: Callable[[int, Sequence[int]], None] | None,
+    on_tokens: OnTokens | None,
     is_round: bool = True,
 ) -> None:
     for b, (row, (emitted, judged, accepted, overrun, ended, *tokens)) in enumerate(zip(rows, table, strict=True)):
@@ -218,4 +222,4 @@ def _record(
         elif len(row.tokens) == row.limit:
             row.ended = row.full
         if on_tokens is not None:
-            on_tokens(b, tuple(tokens[:emitted]))
+            on_tokens(b, tuple(tokens[:emitted]), accepted)

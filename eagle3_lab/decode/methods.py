@@ -7,9 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from eagle3_lab.decode.grow import Grow
+from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
+from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
-from eagle3_lab.types import DraftModel, FeatureSource, Proposer, TargetSpec
+from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.types import DraftModel, FeatureSource, Needs, Proposer, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,10 @@ class Head:
 
 
 class Method(ABC):
-    """One way of proposing. ``levels``: how many drafts deep its rounds can accept."""
+    """One way of proposing. ``levels``: how many drafts deep its rounds can accept; ``needs_head``: whether it
+    proposes with a trained head."""
+
+    needs_head: bool = False
 
     @property
     @abstractmethod
@@ -50,6 +57,8 @@ class HeadTree(Method):
         grow: the tree's shape.
     """
 
+    needs_head = True
+
     def __init__(self, grow: Grow) -> None:
         self.grow = grow
 
@@ -61,3 +70,72 @@ class HeadTree(Method):
         if head is None:
             raise ValueError(f"{type(self.grow).__name__} is grown by a trained head, and there is none")
         return Eagle(head.source, head.draft, self.grow, spec.layers)
+
+
+class PromptLookup(Method):
+    """Copies what followed the last tokens where they stood before in prompt or answer; no model drafts.
+
+    The defaults are Spec-Bench's.
+
+    Args:
+        max_ngram: longest run of last tokens that is looked up; shorter ones where it is not found.
+        length: drafts a round, at most.
+        full: an occurrence counts only if ``length`` tokens follow it (Spec-Bench); false: one is enough, as in
+            transformers.
+    """
+
+    def __init__(self, max_ngram: int = 3, length: int = 10, full: bool = True) -> None:
+        PromptLookupProposer(max_ngram, length, full)  # a wrong value is told when the YAML is read
+        self.max_ngram, self.length, self.full = max_ngram, length, full
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
+        return PromptLookupProposer(self.max_ngram, self.length, self.full)
+
+
+class DraftLM(Method):
+    """A second language model drafts a chain (speculative sampling, SpS). Loaded when it is asked to propose.
+
+    Args:
+        target: the draft model, chosen like a target; its tokenizer's ids must mean what the target's do.
+        length: drafts in the first round.
+        adaptive: two drafts more after a round that accepted all, one less after any other; false: always ``length``.
+        max_length: most drafts a round where adaptive; the tree's size is fixed by it.
+        law: what drafts are drawn from, without penalties; null: the draft's likeliest token, not drawn. It may differ
+            from the law that is measured under; most drafts are accepted where both are alike.
+    """
+
+    def __init__(
+        self,
+        target: TargetChoice,
+        length: int = 5,
+        adaptive: bool = True,
+        max_length: int = 12,
+        law: SamplingLaw | None = None,
+    ) -> None:
+        self.target, self.law = target, law or SamplingLaw()
+        self.lengths = Lengths(length, adaptive, max_length)
+
+    @property
+    def levels(self) -> int:
+        return self.lengths.most
+
+    def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
+        """Load the draft model. Raises ValueError where its token ids mean other texts than the target's."""
+        draft = self.target.load()
+        if draft.spec.vocabulary_hash != spec.vocabulary_hash:
+            raise ValueError(
+                f"target.model: {draft.spec.name!r} has another vocabulary than {spec.name!r}; "
+                "a draft model must share its target's tokenizer"
+            )
+        return SpeculativeSampling(
+            lambda rows, capacity: draft.open(rows, capacity, Needs(logits=True)),
+            vocab=draft.spec.vocab,
+            target_vocab=spec.vocab,
+            max_positions=draft.spec.max_positions,
+            lengths=self.lengths,
+            law=self.law,
+        )

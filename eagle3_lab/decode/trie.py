@@ -1,4 +1,4 @@
-"""Token trees as values: the root alone, a tree cut at a depth, repeated candidates merged.
+"""Token trees as values: the root alone, a chain, a tree cut at a depth, repeated candidates merged.
 
 Every function keeps N, so shapes stay fixed on the device; what is removed becomes padding.
 """
@@ -21,6 +21,18 @@ def root_only(root: Int[Tensor, " B"], nodes: int) -> Tree:
     parents = torch.full_like(tokens, PADDING)
     parents[:, 0] = 0
     return Tree(tokens, parents, parents != PADDING)
+
+
+def chain(tokens: Int[Tensor, "B N"], drafts: Int[Tensor, " B"]) -> Tree:
+    """The first token as root and ``drafts[b]`` of the others below it, each under the one before; the rest becomes
+    padding.
+
+    tokens 9 5 6 7, drafts 2:    9 - 5 - 6, and one place of padding
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    real = index <= drafts[:, None]
+    parents = torch.where(real, (index - 1).clamp(min=0), PADDING)
+    return Tree(tokens.masked_fill(~real, 0), parents, real)
 
 
 def cut(tree: Tree, depth: Int[Tensor, " B"]) -> Tree:

@@ -71,13 +71,16 @@ class DenseUnrolled(Context):
         own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
         scores = torch.cat((scores, *own), dim=-1)  # (B, kv_heads, group, T, T + s)
 
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype)
+        weights = self._weights(scores, rows).to(v.dtype)
         first, *rest = weights.split((k.shape[2], *(1 for _ in own)), dim=-1)
         out = torch.einsum("bkgtu,bkud->bkgtd", first, values[0])
         for weight, value in zip(rest, values[1:], strict=True):
             out = out + weight * value[:, :, None]
         return out.flatten(1, 2)
+
+    def _weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        """From scores [.., T, T + s], -inf where unseen, to weights."""
+        return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
     def _unseen_by(self, rows: Rows) -> Tensor:
         """Step 0's mask, complemented, as (B, 1, 1, T, T); documents are the same at every step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -35,8 +35,8 @@ class Body:
         if self.rope_base is not None and self.rope_base <= 1:
             raise ValueError(f"draft.rope_base must be > 1, got {self.rope_base}")
 
-    def fitted(self, target: FrozenTarget, width: int) -> Body:
-        """The same body with every size filled in.
+    def fit(self, target: FrozenTarget, width: int) -> FittedBody:
+        """This body for a target, whose features are ``width`` wide.
 
         Raises:
             ValueError: for a feature width or for sizes that do not fit this target.
@@ -53,14 +53,20 @@ class Body:
             raise ValueError(f"draft.heads must be a multiple of draft.kv_heads, got {heads} and {kv_heads}")
         if head_dim % 2:
             raise ValueError(f"draft.head_dim must be even (rotary pairs), got {head_dim}")
-        return replace(self, intermediate=intermediate, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        rotary = target.rotary(head_dim) if self.rope_base is None else plain_rotary(self.rope_base, head_dim)
+        return FittedBody(self.num_layers, intermediate, heads, kv_heads, head_dim, RopeAngles(rotary))
 
-    def angles(self, target: FrozenTarget) -> RopeAngles:
-        """The rope angles of a fitted body's rows."""
-        assert self.head_dim is not None, "a fitted body knows its sizes"
-        if self.rope_base is None:
-            return RopeAngles(target.rotary(self.head_dim))
-        return RopeAngles(plain_rotary(self.rope_base, self.head_dim))
+
+@dataclass(frozen=True)
+class FittedBody:
+    """A body whose every size is known, and the rope angles of its rows."""
+
+    num_layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    angles: RopeAngles
 
 
 class RopeAngles:

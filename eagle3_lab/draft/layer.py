@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle3_lab.draft.attention import rotate
-from eagle3_lab.draft.body import Body
+from eagle3_lab.draft.body import Body, FittedBody
 from eagle3_lab.draft.vocab import DraftVocab
 from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
 
@@ -50,9 +50,8 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
     @staticmethod
-    def of(body: Body, index: int, reads: int, width: int) -> SelfAttention:
-        """Layer ``index`` of a fitted body."""
-        assert body.heads is not None and body.kv_heads is not None and body.head_dim is not None
+    def of(body: FittedBody, index: int, reads: int, width: int) -> SelfAttention:
+        """The attention of layer ``index``."""
         return SelfAttention(index, reads, width, body.heads, body.kv_heads, body.head_dim)
 
     def forward(
@@ -163,15 +162,17 @@ class Eagle3(DraftModel):
         self.head = head
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        spec, body = target.spec, self.body.fitted(target, width)
+        spec, body = target.spec, self.body.fit(target, width)
         self.layers = nn.ModuleList()
         for index in range(body.num_layers):
             kind, reads = (FusingLayer, 2 * width) if index == 0 else (DecoderLayer, width)
-            self.layers.append(kind(SelfAttention.of(body, index, reads, width), width, body.intermediate, spec.rms_eps))
+            self.layers.append(
+                kind(SelfAttention.of(body, index, reads, width), width, body.intermediate, spec.rms_eps)
+            )
         self.norm = RMSNorm(width, spec.rms_eps)
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
         self.lm_head = self._head(target, vocab)
-        self._angles = body.angles(target)
+        self._angles = body.angles
         self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:

@@ -14,15 +14,22 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle3_lab.draft.chunked import Chunk, Collected, chunks
 from eagle3_lab.draft.teacher import Oov, Teacher, teach
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, TopKCE
-from eagle3_lab.rows import Edge, Mask, row_weights, shift
+from eagle3_lab.rows import Edge, Mask, row_weights
 from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget
 
 Reduction = Literal["supervised", "all"]
+
+MIB = 2**20
+
+TARGET_COPIES, DRAFT_COPIES = 3, 6
+"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up), and of Vd while one
+step learns from it (p, log q, and what statistics, a term and its gradient pass through)."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,13 @@ class UnrolledLoss:
 
     ``mask`` and ``edge`` say which rows count (:func:`eagle3_lab.rows.row_weights`), ``oov`` what is taught where the
     target leaves the draft vocabulary (:mod:`eagle3_lab.draft.teacher`), ``reduction`` what N_s counts: "supervised"
-    the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does.
+    the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does. ``budget_mib`` bounds
+    the memory, in MiB, of laws and logits alive at once: how many rows are worked off together
+    (:mod:`eagle3_lab.draft.chunked`), never what comes out. On an accelerator more is faster.
 
     Raises:
-        ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, or ``edge``
-            "counted" meets another mask than "official".
+        ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, ``edge``
+            "counted" meets another mask than "official", or ``budget_mib`` is below 1.
 
     Source: SafeAILab/EAGLE cb7e084 traineagle3/cnets.py:834-859 (terms, rows), traineagle3/main.py:284-285 (decay).
     """
@@ -65,6 +74,7 @@ class UnrolledLoss:
         edge: Edge = "dropped",
         oov: Oov = "drop",
         reduction: Reduction = "supervised",
+        budget_mib: int = 256,
     ) -> None:
         names = {"mask": (mask, Mask), "edge": (edge, Edge), "oov": (oov, Oov), "reduction": (reduction, Reduction)}
         for key, (value, legal) in names.items():
@@ -76,6 +86,8 @@ class UnrolledLoss:
             raise ValueError(f"step_decay must be in (0, 1], got {step_decay}")
         if edge == "counted" and mask != "official":
             raise ValueError(f"edge 'counted' exists only with mask 'official', got mask {mask!r}")
+        if budget_mib < 1:
+            raise ValueError(f"budget_mib must be >= 1, got {budget_mib}")
         self.row_terms = [term for term in terms if isinstance(term, RowTerm) and term.weight > 0]
         self.feature_terms = [term for term in terms if isinstance(term, FeatureTerm) and term.weight > 0]
         self.step_decay = step_decay
@@ -83,6 +95,7 @@ class UnrolledLoss:
         self.edge: Edge = edge
         self.oov: Oov = oov
         self.reduction: Reduction = reduction
+        self.budget_mib = budget_mib
 
     def check(self, source: FeatureSource, draft: DraftModel) -> None:
         """Refuse terms that these built parts cannot serve.
@@ -128,29 +141,45 @@ class UnrolledLoss:
 
         ``denominators``: N_s over the whole optimizer step; None: this batch's own.
         """
-        depth = len(steps)
+        depth, vocab = len(steps), draft.vocab
+        wide = torch.promote_types(steps[0].head_in.dtype, torch.float32)
         weights = self.weights(batch, depth)
         judged = weights > 0 if self.mask == "drafted" else _drafted(batch, depth)
-        places = _places((weights > 0) | judged)
-        vocab = draft.vocab
-        teacher, slots = self._teachers(target, top, vocab, places)
-        losses, hits, overlaps = [], [], []
-        for s, (out, place, slot) in enumerate(zip(steps, places, slots, strict=True)):
-            law = teacher.rows(slot)
-            head_in = out.head_in.flatten(0, 1)[place]
-            logits = draft.logits(head_in, s)
-            log_q = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-            row_loss = self._row_losses(log_q, law) + self._feature_losses(head_in, top, place, s)
-            losses.append((row_loss * weights[..., s].flatten()[place]).sum())
-            with torch.no_grad():
-                hits.append(_spread(vocab[log_q.argmax(-1)] == law.argmax, place, batch))
-                overlaps.append(_spread(law.overlap(log_q), place, batch))
-        if denominators is None:
-            denominators = self.denominators(batch, depth)
-        means = torch.stack(losses) / denominators.clamp(min=1)  # weights are whole: N_s = 0 means S_s = 0
-        decay = self.step_decay ** torch.arange(depth, device=means.device, dtype=means.dtype)
-        hit, overlap = torch.stack(hits, dim=-1), torch.stack(overlaps, dim=-1)
-        return LossOut((decay * means).sum(), means.detach(), weights, judged, hit, overlap)
+        counts = self.denominators(batch, depth) if denominators is None else denominators
+        counts = counts.clamp(min=1).to(wide)  # weights are whole: N_s = 0 means S_s = 0
+        decay = self.step_decay ** torch.arange(depth, device=counts.device, dtype=wide)
+        share = decay / counts
+        largest = share.max()  # kept out of the pieces: a narrow dtype would lose gradients so small
+
+        sums, by_row = torch.zeros_like(share), (batch.ids.numel(), depth)
+        hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
+        overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
+        collected = Collected(steps, draft) if torch.is_grad_enabled() else None
+        for chunk in chunks((weights > 0) | judged, self.rows_at_once(target, vocab, wide)):
+            states, teacher = self._teach(target, top, vocab, chunk)
+            for piece in chunk.pieces:
+                s, place, slot = piece.step, piece.place, piece.slot
+                law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
+                leaf = steps[s].head_in.detach().flatten(0, 1)[place].requires_grad_(collected is not None)
+                log_q = _log_law(draft.logits(leaf, s))
+                with torch.no_grad():
+                    hit[place, s] = vocab[log_q.argmax(-1)] == law.argmax
+                    overlap[place, s] = law.overlap(log_q).to(wide)
+                losses = self._row_losses(log_q, law) + self._feature_losses(leaf, states, slot)
+                loss = (losses * weights[..., s].flatten()[place]).sum()
+                sums[s] += loss.detach()
+                if collected is not None:
+                    collected.add(loss * (share[s] / largest), leaf, piece)
+        means, shape = sums / counts, (*batch.ids.shape, depth)
+        total = (decay * means).sum()
+        if collected is not None:
+            total = collected.total(total, largest)
+        return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
+
+    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> int:
+        """How many target rows' laws fit the budget, at least 1."""
+        row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
+        return max(1, self.budget_mib * MIB // row)
 
     def _row_losses(self, log_q: Tensor, law: Teacher) -> Tensor:
         total = log_q.new_zeros(log_q.shape[0])
@@ -158,42 +187,26 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(log_q, law)
         return total * law.taught
 
-    def _feature_losses(self, head_in: Tensor, top: Tensor, place: Tensor, s: int) -> Tensor:
+    def _feature_losses(self, head_in: Tensor, states: Tensor, slot: Tensor) -> Tensor:
         total = head_in.new_zeros(head_in.shape[0])
         for term in self.feature_terms:
-            total = total + term.weight * term.per_row(head_in, shift(top, 1 + s).flatten(0, 1)[place])
+            total = total + term.weight * term.per_row(head_in, states[slot])
         return total
 
-    def _teachers(
-        self, target: FrozenTarget, top: Tensor, vocab: Tensor, places: Sequence[Tensor]
-    ) -> tuple[Teacher, Sequence[Tensor]]:
-        """Each target row's teacher once, and per step where in it the draft rows' teachers lie."""
-        batch_size, rows, _ = top.shape
-        wide = rows + len(places)  # a teacher may lie past the text: edge "counted"
-        ids = torch.cat([place // rows * wide + place % rows + 1 + s for s, place in enumerate(places)])
-        used = torch.zeros(batch_size * wide, dtype=torch.bool, device=top.device)
-        used[ids] = True
-        grid = used.nonzero()[:, 0]
-        b, t = grid // wide, grid % wide
-        blank = t >= rows if self.edge == "counted" else None
-        teacher = teach(target, top[b, t.clamp(max=rows - 1)], vocab, self.oov, blank)
-        slots = (used.cumsum(0) - 1)[ids]
-        return teacher, slots.split([len(place) for place in places])
+    def _teach(self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk) -> tuple[Tensor, Teacher]:
+        """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
+        last = top.shape[1] - 1
+        states = top[chunk.row, chunk.column.clamp(max=last)]
+        if self.edge == "dropped":
+            return states, teach(target, states, vocab, self.oov)
+        blank = chunk.column > last
+        return states.masked_fill(blank[:, None], 0), teach(target, states, vocab, self.oov, blank)
+
+
+def _log_law(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _drafted(batch: Batch, depth: int) -> Tensor:
     """Rows a decoder could draft, [B, T, S]."""
     return torch.stack([row_weights(batch.supervised, batch.document, s) > 0 for s in range(depth)], dim=-1)
-
-
-def _places(wanted: Tensor) -> Sequence[Tensor]:
-    """Per step the flat indices ``b * T + t`` of the wanted rows [B, T, S]; one wait for the device, not one a step."""
-    step_and_row = wanted.movedim(-1, 0).flatten(1).nonzero()
-    return step_and_row[:, 1].split(wanted.sum((0, 1)).tolist())
-
-
-def _spread(values: Tensor, place: Tensor, batch: Batch) -> Tensor:
-    """Put rows' values back where the rows stand, [B, T]."""
-    flat = values.new_zeros(batch.ids.numel())
-    flat[place] = values
-    return flat.view(batch.ids.shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.joined import JoinedUnrolled
 from eagle3_lab.rows import shift
 from eagle3_lab.types import Batch, Carry, Context, DraftModel, DraftOut, Rows
 
@@ -21,7 +21,8 @@ class Unroll:
 
     ``detach`` stops the gradient at the fed-back carry, and only there: keys and values of earlier steps stay in the
     graph. EAGLE is depth 1; HASS detaches; EAGLE-3 does not. A drafter that gives all its steps in one forward
-    overrides ``__call__``.
+    overrides ``__call__``. ``attention`` is where keys are kept and how rows attend to them: how fast that is, or a
+    published way to mask.
 
     Raises:
         ValueError: for a depth below 1.
@@ -30,21 +31,22 @@ class Unroll:
     HASS (arXiv 2408.15766), HArmonizedSS/HASS 38922e4 train/main_hass.py:399-420 (detach).
     """
 
-    def __init__(self, depth: int = 7, detach: bool = False) -> None:
+    def __init__(self, depth: int = 7, detach: bool = False, attention: Callable[[], Context] = JoinedUnrolled) -> None:
         if depth < 1:
             raise ValueError(f"unroll.depth must be >= 1, got {depth}")
         self.depth = depth
         self.detach = detach
+        self.attention = attention
 
     def __call__(
         self,
         draft: DraftModel,
         features: Float[Tensor, "B T D"],
         batch: Batch,
-        context: Callable[[], Context] = DenseUnrolled,
+        attention: Callable[[], Context] | None = None,
     ) -> Iterator[DraftOut]:
-        """Yield step 0, 1, .. depth - 1 of all rows. ``context`` makes the keys' home for this one pass."""
-        keys = context()
+        """Yield step 0, 1, .. depth - 1 of all rows. ``attention`` stands in for the unroll's own in this one pass."""
+        keys = self.attention() if attention is None else attention()
         carry = draft.start(features)
         for s in range(self.depth):
             rows = Rows(position=batch.position + s, document=batch.document)

@@ -145,21 +145,24 @@ class HFSession(Session):
 
     @torch.inference_mode()
     def prefill(self, ids: Int[Tensor, "B L"], lengths: Int[Tensor, " B"]) -> TargetOut:
-        """Read right-padded prompts of ``lengths`` tokens into an empty cache, or behind what is committed."""
+        """Read right-padded prompts of ``lengths`` tokens into an empty cache, or behind what is committed.
+
+        A row of length 0 keeps nothing, and its logits mean nothing."""
         width = ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
         position = self.cache.slots(width)
-        out = self._run(ids, position, causal.expand(ids.shape[0], -1, -1), (lengths - 1)[:, None])
+        last = (lengths - 1).clamp(min=0)[:, None]
+        out = self._run(ids, position, causal.expand(ids.shape[0], -1, -1), last)
         self.cache.advance(lengths, bound=width)
         self.cache.settle()
         return out
 
     @torch.inference_mode()
-    def score(self, tree: Tree) -> TargetOut:
-        """All nodes in one forward; node i is written to scratch slot i at position committed + depth(i)."""
+    def score(self, tree: Tree, done: int = 0) -> TargetOut:
+        """Nodes ``done`` .. N-1 in one forward; node i goes to scratch slot i, at position committed + depth(i)."""
         visible = tree.visible()
-        depth = (visible.sum(-1) - 1).clamp(min=0)
-        return self._run(tree.tokens, self.cache.lengths[:, None] + depth, visible, None)
+        position = self.cache.lengths[:, None] + (visible.sum(-1) - 1).clamp(min=0)
+        return self._run(tree.tokens[:, done:], position[:, done:], visible[:, done:], None)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -171,12 +174,13 @@ class HFSession(Session):
         self,
         ids: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
-        uncommitted: Bool[Tensor, "B T T"],
+        uncommitted: Bool[Tensor, "B T M"],
         logit_rows: Int[Tensor, "B L"] | None,
     ) -> TargetOut:
-        count = ids.shape[1]
-        self._slots.view = self.cache.view(count)
-        self._slots.slots = self.cache.slots(count)
+        """Rows T are the last ones of the M uncommitted tokens."""
+        count, scratch = ids.shape[1], uncommitted.shape[-1]
+        self._slots.view = self.cache.view(scratch)
+        self._slots.slots = self.cache.slots(count, scratch - count)
         visible = self.cache.visible(uncommitted, self._slots.view)
         return self._target._forward(ids, position, visible, self._slots, self._needs, logit_rows)
 
@@ -230,6 +234,8 @@ def refusals(model: PreTrainedModel) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     rope = (said.get("rope_parameters") or {}).get("rope_type")
+    attention = model.config._attn_implementation
+    capped = bool(said.get("attn_logit_softcapping"))
     found = {
         f"cache layers {sorted(k.__name__ for k in kinds)}": kinds != {DynamicLayer},
         "recurrent state": model._is_stateful,
@@ -237,6 +243,8 @@ def refusals(model: PreTrainedModel) -> list[str]:
         "ALiBi": bool(said.get("alibi")),
         "an encoder": bool(said.get("is_encoder_decoder")),
         f"rope type {rope!r}": rope in _UNSOUND_ROPE,
+        f"soft-capped attention under {attention}, which drops the cap (eager keeps it)": capped
+        and attention != "eager",
     }
     return [reason for reason, holds in found.items() if holds]
 

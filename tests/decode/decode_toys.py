@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.loop import decode
+from eagle3_lab.decode.loop import OnTokens, decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
 from eagle3_lab.decode.trie import root_only
 from eagle3_lab.decode.verify import ExactVerifier, Uniforms, inverse_cdf
@@ -87,7 +87,7 @@ def run(
     end_tokens: Sequence[int] = (),
     seeds: Sequence[int] | None = None,
     verifier: Verifier | None = None,
-    on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> list[Decoded]:
     """Decode with defaults."""
     lengths = torch.tensor([len(p) for p in prompts])

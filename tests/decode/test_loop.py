@@ -154,7 +154,7 @@ def test_an_end_token_stops_exactly_there_wherever_it_stands_in_a_block(name: st
             prompts=PROMPTS[:1],
             end_tokens=(text[k],),
             max_new_tokens=40,
-            on_tokens=lambda row, tokens, told=told: told.extend(tokens),
+            on_tokens=lambda row, tokens, accepted, told=told: told.extend(tokens),
         )
         assert answer.tokens == tuple(told) == text[: k + 1]
         assert answer.ended == "end"
@@ -218,7 +218,7 @@ def test_rows_end_at_their_own_times_and_stay_as_they_ended() -> None:
     target = ToyTarget(LOGITS)
     told: list[tuple[int, tuple[int, ...]]] = []
     answers = run(target, Scripted(CHAIN, truth), end_tokens=ends, max_new_tokens=33,
-                  on_tokens=lambda row, tokens: told.append((row, tuple(tokens))))  # fmt: skip
+                  on_tokens=lambda row, tokens, accepted: told.append((row, tuple(tokens))))  # fmt: skip
     lengths = {len(a.tokens) for a in answers}
     assert len(lengths) > 1
     for b, answer in enumerate(answers):

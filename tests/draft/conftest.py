@@ -144,6 +144,18 @@ def growing() -> Callable[[], Context]:
 
 
 @pytest.fixture
+def make_target() -> Callable[..., FrozenTarget]:
+    """A stub of this embedding and head; other sizes by name."""
+
+    def make(embedding: Tensor, head: Tensor, **sizes: int) -> FrozenTarget:
+        vocab, hidden = embedding.shape
+        spec = dataclasses.replace(TINY, vocab=vocab, hidden=hidden, **sizes)
+        return StubTarget(dataclasses.replace(spec, head_dim=hidden // spec.heads), embedding, head)
+
+    return make
+
+
+@pytest.fixture
 def oracle_target(oracles: Path) -> FrozenTarget:
     """Embedding, head and sizes of the golden tensors' target."""
     config = json.loads((oracles / "target" / "config.json").read_text())

@@ -1,0 +1,80 @@
+"""What the lab tells Lightning's trainer: how training is reported, and how it is interrupted."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from eagle3_lab.progress import Stage
+from eagle3_lab.types import Batch
+
+
+class Reporter(Callback):
+    """Tells a stage how training goes."""
+
+    def __init__(self, progress: Stage) -> None:
+        self._stage = progress
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stage.total = int(trainer.estimated_stepping_batches)
+        self._stage.done = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        steps = trainer.global_step - self._stage.done
+        self._stage.advance(steps, tokens=int((batch.document >= 0).sum()))
+
+
+class Interrupts(Callback):
+    """Ctrl-C and SIGTERM end training between two batches, so that the checkpoint saved on the way out is of a whole
+    step (in the middle of one it would hold weights that are half updated). A second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self._signalled = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Signals within are this callback's; both come out as KeyboardInterrupt. Where this is not the main thread,
+        signals are left to those who have it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        except SystemExit:  # how Lightning leaves after either
+            raise KeyboardInterrupt from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        self._leave()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._signalled:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._leave()
+        self._signalled = True

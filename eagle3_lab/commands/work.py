@@ -1,0 +1,98 @@
+"""The folder of one training: its checkpoints, and the run that shows it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from eagle3_lab import checkpoint
+from eagle3_lab.commands.files import write_text
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.errors import UserError
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.target.adapter import HFTarget
+
+LAST, DRAFT, STATE = "last.ckpt", "draft.ckpt", "state.json"
+
+WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
+ALONE = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folder of one training, named by content, so that an unchanged experiment finds it again.
+
+    ``key`` is of everything that its run shows: the same training measured otherwise is shown by another run.
+    """
+
+    folder: Path
+    key: str
+
+    @staticmethod
+    def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
+        start = experiment.model.start
+        begun = [] if start is None else [checkpoint.content_hash(start)]
+        parts = (target.spec.weights_hash, data.hash, *begun)
+        folder = experiment.tracking.folder / "work" / f"{experiment.name}-{experiment.training_key(*parts)}"
+        return Work(folder, experiment.result_key(*parts))
+
+    @property
+    def draft(self) -> Path:
+        """The trained head."""
+        return self.folder / DRAFT
+
+    @property
+    def last(self) -> Path:
+        """Where an interrupted training goes on from."""
+        return self.folder / LAST
+
+    def run_id(self) -> str | None:
+        """The run that was started for this very experiment; None where there is none yet."""
+        said = self._state()
+        return said["run_id"] if said.get("key") == self.key else None
+
+    def origin(self) -> dict[str, str]:
+        """A tag that names the run of this training's beginning, where that is another one."""
+        said = self._state()
+        return {} if said.get("key", self.key) == self.key else {"continues": said["run_id"]}
+
+    def remember(self, run_id: str) -> None:
+        """Tie this training to a run, before its first step. Raises UserError where that cannot be written."""
+        write_text(self.folder / STATE, json.dumps({"run_id": run_id, "key": self.key}))
+
+    def _state(self) -> dict[str, str]:
+        file = self.folder / STATE
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def require_writable(folder: Path) -> None:
+    """Tell now, not after minutes of work, that runs cannot be kept. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"tracking.folder: {folder} cannot be written ({error.strerror}); name a folder that can"
+        ) from None
+
+
+def require_room(folder: Path, module: nn.Module) -> None:
+    """Tell before training that its checkpoints will not fit. Raises UserError."""
+    free, needed = shutil.disk_usage(folder).free, disk_bytes(module)
+    if free < needed:
+        raise UserError(
+            f"{folder}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for checkpoints; free some, or set "
+            "tracking.folder to another disk"
+        )
+
+
+def disk_bytes(module: nn.Module) -> int:
+    """What a training writes at most: two checkpoints with AdamW's state while one replaces the other, the head, and
+    its copy in the run."""
+    return sum(p.numel() for p in module.parameters()) * (2 * WITH_ADAMW + 2 * ALONE)

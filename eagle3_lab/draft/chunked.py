@@ -1,0 +1,121 @@
+"""A loss over many rows, worked off piece by piece: which rows come together, and how their gradients are kept.
+
+A target row teaches up to S draft rows: row t of step s has teacher t + 1 + s. Going through the teachers in chunks,
+and through the steps within a chunk, a teacher's law is made once and used for all its draft rows while it is at
+hand. Each piece's gradient is taken at once, so that nothing of the size rows x vocabulary outlives its piece; what
+stays are gradients of the heads' inputs and parameters, which the backward pass only hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from eagle3_lab.types import DraftModel, DraftOut
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Draft rows of one step: row ``place[i]``, flat ``b * T + t``, has the chunk's teacher ``slot[i]``; ascending."""
+
+    step: int
+    place: Int[Tensor, " R"]
+    slot: Int[Tensor, " R"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Target rows ``(row, column)``, and the draft rows they teach. A column may lie past the text: >= T."""
+
+    row: Int[Tensor, " C"]
+    column: Int[Tensor, " C"]
+    pieces: tuple[Taught, ...]
+
+
+def chunks(wanted: Bool[Tensor, "B T S"], size: int) -> list[Chunk]:
+    """Group the wanted draft rows by teacher, at most ``size`` teachers together, as evenly as that allows.
+
+    There is at least one chunk, with a piece for each step, however little is wanted: so every step has a loss, which
+    may be 0, with a gradient. One wait for the device, not one a chunk.
+    """
+    batch, rows, depth = wanted.shape
+    wide = rows + depth  # the last step's last teacher is row T - 1 + depth
+    taught = wanted.new_zeros(batch, wide, depth)
+    for s in range(depth):
+        taught[:, 1 + s : 1 + s + rows, s] = wanted[..., s]
+    taught = taught.flatten(0, 1)
+    teachers = taught.any(-1).nonzero()[:, 0]
+
+    total = teachers.shape[0]
+    count = max(1, -(-total // size))
+    size = -(-total // count)
+    grid = taught.new_zeros(count * size, depth)
+    grid[:total] = taught[teachers]
+    grid = grid.view(count, size, depth).transpose(1, 2)  # (chunk, step, slot)
+    chunk, step, slot = grid.nonzero().unbind(-1)
+    teacher = teachers[chunk * size + slot]
+    place = teacher // wide * rows + teacher % wide - 1 - step
+
+    counts = grid.sum(-1).flatten().tolist()
+    places, slots = place.split(counts), slot.split(counts)
+    result = []
+    for c in range(count):
+        mine = range(c * depth, (c + 1) * depth)
+        pieces = tuple(Taught(s, places[i], slots[i]) for s, i in enumerate(mine))
+        ids = teachers[c * size : (c + 1) * size]
+        result.append(Chunk(ids // wide, ids % wide, pieces))
+    return result
+
+
+class Collected:
+    """Gradients of a sum of pieces, for every step's ``head_in`` and the draft's trained parameters.
+
+    ``rows`` gives a piece its head inputs as a leaf, ``add`` takes the piece's loss, and ``total`` is the sum as the
+    caller's graph sees it: its backward multiplies what was collected by the incoming gradient and by ``scale``.
+    """
+
+    def __init__(self, steps: Sequence[DraftOut], draft: DraftModel) -> None:
+        self._inputs = [out.head_in for out in steps]
+        self._parameters = [p for p in draft.parameters() if p.requires_grad]
+        self._by_row = [torch.zeros_like(x).reshape(-1, x.shape[-1]) for x in self._inputs]
+        self._by_parameter: list[Tensor | None] = [None for _ in self._parameters]
+
+    def add(self, loss: Float[Tensor, ""], leaf: Float[Tensor, "R H"], piece: Taught) -> None:
+        """Take the gradient of one piece's loss, which ends its graph."""
+        by_leaf, *found = torch.autograd.grad(loss, [leaf, *self._parameters], allow_unused=True)
+        if by_leaf is not None:
+            self._by_row[piece.step][piece.place] = by_leaf
+        for i, gradient in enumerate(found):
+            so_far = self._by_parameter[i]
+            if gradient is not None:
+                # the first is copied: a gradient may be shared or expanded, which no one should add into
+                self._by_parameter[i] = gradient.clone() if so_far is None else so_far.add_(gradient)
+
+    def total(self, value: Float[Tensor, ""], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """``value``, with ``scale`` times the collected gradients behind it."""
+        by_row = [kept.view(x.shape) for kept, x in zip(self._by_row, self._inputs, strict=True)]
+        gradients = [*by_row, *self._by_parameter]
+        out = _Known.apply(value, scale, gradients, *self._inputs, *self._parameters)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class _Known(torch.autograd.Function):
+    """A value whose gradients are known beforehand."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scale: Tensor, gradients: list[Tensor | None], *_: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.scale, ctx.gradients = scale, gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        factor = grads[0] * ctx.scale
+        return None, None, None, *(None if known is None else known * factor for known in ctx.gradients)

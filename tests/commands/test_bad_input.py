@@ -1,0 +1,292 @@
+"""What a user can get wrong, and the one line that it costs. Nothing that was made before is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import Bench, Ran
+from tiny import TinyLab, write_target
+
+
+def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
+    """The one line of a command line that is refused."""
+    ran = bench.run(verb, *words)
+    assert (ran.code, ran.out) == (2, ""), ran.err
+    (line,) = ran.complaints
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------------- the YAML
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("model.unrol.depth", "3", "command line: model.unrol: unknown key; did you mean 'unroll'?"),
+        ("model.draft", "Eagle9", "command line: model.draft: 'Eagle9' is no DraftModel; did you mean 'Eagle3'?"),
+        ("trainer.max_steps", "many", "command line: trainer.max_steps: expected int, got 'many'"),
+        ("model.unroll.depth", "0", "model.unroll: unroll.depth must be >= 1, got 0"),
+        ("model.draft_vocab", "0", "model: draft_vocab must be >= 1, or null for every token, got 0"),
+        ("model.losses.0.weight", "-1", "losses.SoftCE.weight must be >= 0, got -1.0"),
+        ("optimizer.lr", "0", "optimizer.lr must be > 0, got 0.0"),
+        ("trainer.save_every_minutes", "0", "trainer.save_every_minutes must be > 0, got 0.0"),
+        ("trainer.precision", "bf16-mixed", "trainer.products is 'float32' and trainer.precision 'bf16-mixed'"),
+        ("evaluate.tasks.0.name", "gsm9k", "task: unknown name 'gsm9k' without a path; did you mean 'gsm8k'?"),
+        ("evaluate.tasks", "[]", "evaluate.tasks must be at least one, each of a name of its own, got []"),
+        ("evaluate.max_new_tokens", "0", "evaluate.max_new_tokens must be >= 1, got 0"),
+        ("evaluate.methods.dynamic.grow.budget", "99", "budget must lie in 2 .. 22 with levels 3 and width 3, got 99"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key(bench: Bench, key: str, value: str, line: str) -> None:
+    assert line in refused(bench, f"--{key}", value)
+
+
+def test_a_training_without_an_end_is_refused(bench: Bench) -> None:
+    line = refused(bench, "--trainer.max_steps", "-1", "--trainer.max_epochs", "-1")
+    assert line.endswith("trainer.max_steps or trainer.max_epochs must be >= 1: the schedule needs a last step")
+
+
+def test_a_mistake_in_the_file_is_told_with_its_line(bench: Bench) -> None:
+    text = bench.yaml.read_text()
+    bench.yaml.write_text(text.replace("optimizer:", "optimiser:"))
+    number = text[: text.index("optimizer:")].count("\n") + 1
+    assert refused(bench).startswith(f"{bench.yaml}:{number}: optimiser: unknown key; did you mean 'optimizer'?")
+
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", ": empty; one JSON object a line is needed"),
+        ('{"messages": []}\n', ":1: messages is a list of 0"),
+        ('{"id": 1,\n', ":1: broken JSON"),
+        (None, "no file "),
+    ],
+    ids=["empty", "no messages", "broken", "missing"],
+)
+def test_data_that_cannot_be_read_is_named_with_its_line(
+    bench: Bench, tmp_path: Path, text: str | None, fault: str
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    if text is not None:
+        path.write_text(text)
+    line = refused(bench, "--data.path", str(path))
+    assert fault in line
+    assert path.name in line
+
+
+def test_data_of_which_no_answer_is_left_is_refused_with_the_reason(bench: Bench) -> None:
+    line = refused(bench, "--data.max_length", "20")
+    assert "nothing to train on within max_length 20 (train: 0 conversations; dropped" in line
+    assert "no answer within max_length" in line
+
+
+def test_answers_too_short_to_draft_from_are_refused(bench: Bench, tmp_path: Path, tiny: TinyLab) -> None:
+    record = json.loads(tiny.data.read_text().splitlines()[0])
+    record["messages"][1]["content"] = "a"  # with its end two tokens: the second can be drafted, unless it is cut off
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    whole.write_text(json.dumps(record | {"cut": False}))
+    cut.write_text(json.dumps(record | {"cut": True}))
+    words = ("--data.held_out", "0", "--evaluate", "null", "--dry-run", "--data.path")
+    assert "no row can be trained on with mask 'drafted'" in refused(bench, *words, str(cut))
+    assert bench.run("fit", *words, str(whole)).code == 0
+
+
+def test_a_target_without_a_chat_template_is_refused(bench: Bench, tmp_path: Path) -> None:
+    line = refused(bench, "--target.model", str(write_target(tmp_path / "bare", template=None)))
+    assert line.startswith("chat template: the tokenizer has none; use a chat (instruct) model")
+
+
+# ----------------------------------------------------------------------------------------------------------- the target
+
+
+def test_a_target_that_cannot_be_loaded_is_named(bench: Bench, tmp_path: Path, tiny: TinyLab) -> None:
+    (tmp_path / "empty").mkdir()
+    torn = tmp_path / "torn"
+    shutil.copytree(tiny.target, torn)
+    (torn / "model.safetensors").write_bytes(b"no weights")
+    for folder, fault in (("empty", "cannot load"), ("torn", "cannot load"), ("nowhere", "no folder")):
+        line = refused(bench, "--target.model", str(tmp_path / folder))
+        assert line.startswith("target.model: ")
+        assert fault in line
+        assert str(tmp_path / folder) in line
+
+
+def test_a_device_that_is_not_there_is_named(bench: Bench) -> None:
+    assert "target.device" in refused(bench, "--target.device", "cuda:99")
+    assert "target.device" in refused(bench, "--target.device", "abacus")
+
+
+# ------------------------------------------------------------------------------------------------------------- the head
+
+
+def test_a_draft_vocabulary_beyond_the_tokenizer_is_refused_with_the_range(bench: Bench) -> None:
+    line = refused(bench, "--model.draft_vocab", "5000")
+    assert line == "model: draft vocabulary size must be within 1..259 (or 300: every row), got 5000"
+
+
+def test_a_draft_vocabulary_beyond_the_tokens_seen_is_filled(bench: Bench) -> None:
+    assert bench.run("fit", "--dry-run", "--model.draft_vocab", "250").code == 0
+
+
+def test_losses_that_all_weigh_nothing_are_refused(bench: Bench) -> None:
+    line = refused(bench, "--model.losses.0.weight", "0")
+    assert line == "model: losses must hold a term with a positive weight, got ['SoftCE']"
+
+
+# ----------------------------------------------------------------------------------------------------- the measurements
+
+
+def test_what_cannot_be_measured_is_told_before_training(bench: Bench, tmp_path: Path) -> None:
+    long, none = tmp_path / "long.jsonl", tmp_path / "none.jsonl"
+    long.write_text(json.dumps({"question_id": "q7", "turns": ["x" * 300]}))
+    wide = ("--model.draft_vocab", "8", "--evaluate.methods.static.grow", "{class_path: Chain, init_args: {length: 2}}")
+    tree = "{class_path: DynamicTree, init_args: {levels: 2, width: 9, budget: 8}}"
+    for words, fault in (
+        (("--evaluate.tasks", f"[{{name: mine, path: {long}}}]"), "task mine: turn 0 of prompt q7 has"),
+        (("--evaluate.tasks", f"[{{name: mine, path: {none}}}]"), "no file"),
+        (("--data.held_out", "0"), "task held_out: no prompts"),
+        ((*wide, "--evaluate.methods.dynamic.grow", tree), "evaluate.methods.dynamic: width is 9"),
+    ):
+        assert fault in refused(bench, *words)
+    assert not (bench.folder / "work").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        ({"hidden": 64}, "hidden size is 32"),
+        ({"vocab": 320}, "vocabulary is 300"),
+        ({"special": "<|x|>"}, "tokenizer hash"),
+    ],
+    ids=["width", "vocabulary", "tokenizer"],
+)
+def test_a_head_of_another_target_is_refused_with_what_differs(
+    finished: tuple[Bench, Ran], bench: Bench, tmp_path: Path, sizes: dict[str, Any], fault: str
+) -> None:
+    other, head = write_target(tmp_path / "other", **sizes), finished[0].work() / "draft.ckpt"
+    line = refused(bench, "--target.model", str(other), "--checkpoint-path", str(head), verb="evaluate")
+    assert line.startswith(f"{head}: trained for a target whose {fault}")
+
+
+def test_a_head_of_other_parts_is_refused(finished: tuple[Bench, Ran], bench: Bench) -> None:
+    head = finished[0].work() / "draft.ckpt"
+    deeper = "{class_path: Eagle3, init_args: {num_layers: 2}}"
+    line = refused(bench, "--model.draft", deeper, "--checkpoint-path", str(head), verb="evaluate")
+    assert line.startswith(f"{head}: does not fit Eagle3 (")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(finished: tuple[Bench, Ran], bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "text.ckpt").write_text("a shopping list")
+    whole = (finished[0].work() / "draft.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(whole[: len(whole) // 2])
+    torch.save(torch.ones(3), tmp_path / "tensor.ckpt")
+    torch.save({"weights": torch.ones(3)}, tmp_path / "other.ckpt")
+    for name, fault in (
+        ("text", "cannot be read as a checkpoint"),
+        ("half", "cannot be read as a checkpoint"),
+        ("tensor", "holds a Tensor, no checkpoint"),
+        ("other", "not a checkpoint of eagle3_lab"),
+        ("missing", "checkpoint: no file"),
+    ):
+        path = tmp_path / f"{name}.ckpt"
+        line = refused(bench, "--checkpoint-path", str(path), verb="evaluate")
+        assert fault in line
+        assert str(path) in line
+
+
+# ------------------------------------------------------------------------------------------------------------- the disk
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+def test_a_folder_for_runs_that_cannot_be_written_is_named_at_once(bench: Bench, tmp_path: Path, verb: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        ran = bench.run(verb, "--tracking.folder", str(folder))
+        assert (ran.code, ran.out) == (2, "")
+        (line,) = ran.err.splitlines()
+        assert line.startswith(f"tracking.folder: {folder} cannot be written (")
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_a_disk_too_small_for_checkpoints_is_told_before_training(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
+    line = refused(bench)
+    assert "0.00 GB free" in line
+    assert "needed for checkpoints; free some, or set tracking.folder to another disk" in line
+
+
+def test_a_disk_that_fills_up_costs_one_line_and_no_step_that_was_saved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def fsync(handle: int) -> None:
+        written.append(handle)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        line = refused(bench, *words)
+    assert line.startswith(f"{bench.work() / 'last.ckpt'}: checkpoint not written (No space left on device)")
+    assert torch.load(bench.work() / "last.ckpt", weights_only=True)["global_step"] == 3
+    assert not list(bench.work().glob(".last.ckpt-*"))
+    assert bench.run("fit", *words).code == 0
+    assert torch.load(bench.work() / "draft.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_checkpoint_to_go_on_from_that_is_damaged_is_named_and_not_overwritten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(handle: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        refused(bench, *words)
+    last = bench.work() / "last.ckpt"
+    last.write_text("half a checkpoint")
+    assert refused(bench, *words).startswith(f"{last}: cannot be read as a checkpoint")
+    assert last.read_text() == "half a checkpoint"
+
+
+def test_a_table_that_cannot_be_written_is_told_after_everything_is_kept(
+    finished: tuple[Bench, Ran], tmp_path: Path
+) -> None:
+    bench, fitted = finished
+    (tmp_path / "taken").write_text("a file")
+    place = tmp_path / "taken" / "table.json"
+    ran = bench.run("fit", "--json", str(place))
+    assert (ran.code, ran.out) == (2, fitted.out)
+    (line,) = ran.complaints
+    assert line.startswith(f"{place}: cannot be written (")
+
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
+
+
+def test_options_that_lightning_refuses_cost_one_line(bench: Bench) -> None:
+    line = refused(bench, "--trainer.val_check_interval", "500")
+    assert line.startswith("trainer.val_check_interval: 500 steps, but a pass over the data has ")
+    line = refused(bench, "--trainer.strategy", "telepathy")
+    assert line.startswith("trainer: You selected an invalid strategy name")
+    assert refused(bench, "--trainer.max_steps", "-7").startswith("trainer: ")

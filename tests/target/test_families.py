@@ -1,0 +1,121 @@
+"""Model families through the adapter: those that can be decoded by trees, and those that say why not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from random_targets import random_target
+
+from eagle3_lab.errors import UserError
+from eagle3_lab.target.adapter import HFTarget, refusals
+from eagle3_lab.target.probe import probe
+from eagle3_lab.types import PADDING, Batch, Needs, TargetOut, Tree, Verdict
+
+GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+FULL = {"layer_types": ["full_attention"] * 4}
+
+
+# ---------------------------------------------------------------------------------------------------------- families
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 8}),
+        ("granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("olmo2", {}),
+        ("gpt_neox", {}),
+    ],
+)
+def test_a_tree_scores_as_its_paths_alone_and_the_head_is_the_models_own(kind: str, more: dict[str, object]) -> None:
+    target = random_target(kind, **more)
+    assert probe(target) < 1e-6
+    assert target.rotary().inv_freq.numel() > 0
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = target.model(ids, output_hidden_states=True)
+    out = target.features(document(ids), Needs((0, 1, 4), top=True, logits=True))
+    torch.testing.assert_close(out.logits, plain.logits, atol=2e-5, rtol=1e-5)
+    for tap, layer in zip(out.taps, (0, 1, 4), strict=True):
+        torch.testing.assert_close(tap, plain.hidden_states[layer], atol=2e-5, rtol=1e-5)
+
+
+def document(ids: torch.Tensor) -> Batch:
+    position = torch.arange(ids.shape[1]).expand(ids.shape)
+    return Batch(ids, torch.zeros_like(ids, dtype=torch.bool), position, torch.zeros_like(ids))
+
+
+def test_soft_caps_of_logits_and_of_attention_are_kept_in_eager_attention() -> None:
+    """Tiny caps, so that a dropped one shows."""
+    target = random_target("gemma2", attention="eager", **GEMMA2, **FULL)
+    assert probe(target) < 1e-5
+    assert float(target.features(document(torch.tensor([[5, 6, 7]])), Needs(logits=True)).logits.abs().max()) <= 3.0
+
+
+def test_soft_capped_attention_is_refused_where_sdpa_would_drop_the_cap() -> None:
+    target = random_target("gemma2", attention="eager", **GEMMA2, **FULL)
+    assert refusals(target.model) == []
+    target.model.config._attn_implementation = "sdpa"
+    with pytest.raises(UserError, match="soft-capped attention under sdpa, which drops the cap"):
+        HFTarget(target.model, None, target.spec)
+
+
+def test_sliding_windows_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match="target gemma2: cache layers .*DynamicSlidingWindowLayer"):
+        random_target("gemma2", attention="eager", **GEMMA2)
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def scored(target: HFTarget) -> list[TargetOut]:
+    """Two ragged prompts, a tree with padding, a scattered path kept, and another tree."""
+    session = target.open(2, 64, Needs((1, 4), logits=True))
+    first = session.prefill(torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]]), torch.tensor([5, 3]))
+    parents = torch.tensor([[0, 0, 0, 2, 3], [0, 0, PADDING, 1, PADDING]])
+    tree = Tree(torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]]), parents, parents != PADDING)
+    second = session.score(tree)
+    session.commit(
+        Verdict(torch.tensor([[0, 2, 3], [0, PADDING, PADDING]]), torch.tensor([2, 0]), torch.tensor([1, 1]))
+    )
+    return [first, second, session.score(tree)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_eager_attention_with_its_additive_mask_equals_sdpa(kind: str) -> None:
+    eager, sdpa = (scored(random_target(kind, attention=attention)) for attention in ("eager", "sdpa"))
+    for ours, theirs in zip(eager, sdpa, strict=True):
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=5e-5, rtol=1e-4)  # eager's softmax is in float32
+        for tap, other in zip(ours.taps, theirs.taps, strict=True):
+            torch.testing.assert_close(tap, other, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_padding_are_finite_everywhere(attention: str, dtype: torch.dtype) -> None:
+    target = random_target(dtype=dtype, attention=attention)
+    for out in scored(target):
+        assert out.logits is not None
+        assert all(bool(x.isfinite().all()) for x in (out.logits, *out.taps))
+    ids = torch.tensor([[5, 6, 7, 0, 0], [0, 0, 0, 0, 0]])
+    there = torch.tensor([[0, 0, 1, PADDING, PADDING], [PADDING] * 5])
+    batch = dataclasses.replace(document(ids), document=there, position=torch.tensor([[0, 1, 0, 0, 0], [0] * 5]))
+    features = target.features(batch, Needs((0, 2, 4), top=True, logits=True))
+    assert all(bool(x.isfinite().all()) for x in (features.logits, features.top, *features.taps))
+
+
+def test_what_a_row_reads_does_not_depend_on_the_padding_beside_it() -> None:
+    target = random_target()
+    together = scored(target)[1].logits
+    session = target.open(1, 64, Needs(logits=True))
+    session.prefill(torch.tensor([[11, 12, 13]]), torch.tensor([3]))
+    alone = session.score(
+        Tree(torch.tensor([[30, 31, 33]]), torch.tensor([[0, 0, 1]]), torch.ones(1, 3, dtype=torch.bool))
+    )
+    torch.testing.assert_close(together[1, [0, 1, 3]], alone.logits[0], atol=2e-5, rtol=1e-5)

@@ -1,0 +1,189 @@
+"""Every experiment of the repository: it reads, reads back as itself, and builds and runs on a tiny target."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import VOCAB, write_target
+
+from eagle3_lab import checkpoint
+from eagle3_lab.commands.stages import build_module
+from eagle3_lab.config import build, check, compose
+from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.errors import UserError
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.train import DraftModule
+from eagle3_lab.types import Batch
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> HFTarget:
+    return TargetChoice(str(write_target(tmp_path_factory.mktemp("tiny") / "target"))).load()
+
+
+@pytest.fixture(scope="module")
+def data(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> ConversationData:
+    """Ten short conversations."""
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    spoken = [("user", "say {i}"), ("assistant", "{i} and abcdefghijk")]
+    lines = [
+        {"id": f"c{i}", "temperature": 1.0, "messages": [{"role": r, "content": c.format(i=i)} for r, c in spoken]}
+        for i in range(10)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = ConversationData(str(path), max_length=128, row_length=256, held_out=0)
+    assert tiny_target.tokenizer is not None
+    made.build(Chat(tiny_target.tokenizer), tiny_target.spec)
+    return made
+
+
+@pytest.fixture
+def batch(data: ConversationData) -> Batch:
+    return next(iter(data.train_dataloader()))
+
+
+@pytest.fixture
+def make_module(tiny_target: HFTarget, data: ConversationData) -> Callable[..., DraftModule]:
+    """Build an experiment's module on the tiny target; ``start`` instead of the file's own."""
+
+    def make(name: str, start: Path | None = None) -> DraftModule:
+        experiment = read(name)
+        model = experiment.model
+        size = None if model.draft_vocab is None else 40
+        experiment.model = dataclasses.replace(model, draft_vocab=size, start=start)
+        return build_module(experiment, tiny_target, data)
+
+    return make
+
+
+def read(name: str) -> Experiment:
+    overrides = [START] if name == "hass_stage2" else []
+    return build(check(compose(FOLDER / f"{name}.yaml", overrides), Experiment))
+
+
+def keep(module: DraftModule, target: HFTarget, path: Path) -> Path:
+    """Save it as a run does, without the trainer's own state."""
+    said = checkpoint.label(target, module.source, module.draft)
+    torch.save({"state_dict": module.state_dict(), checkpoint.KEY: said}, path)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+    first = check(compose(FOLDER / f"{name}.yaml", [START] if name == "hass_stage2" else []), Experiment)
+    (tmp_path / "again.yaml").write_text(first.yaml)
+    again = check(compose(tmp_path / "again.yaml"), Experiment)
+    assert again.yaml == first.yaml
+    assert again.plain == first.plain
+    assert first.plain["name"] == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_takes_a_training_step_on_a_tiny_target(
+    name: str, make_module: Callable[..., DraftModule], batch: Batch
+) -> None:
+    module = make_module(name)
+    out, steps = module.run(batch, torch.Generator().manual_seed(0))
+    out.total.backward()
+    assert len(steps) == module.unroll.depth
+    assert out.judged.any()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters() if p.requires_grad)
+
+
+def test_hass_differs_from_eagle_in_its_unroll_and_its_losses_alone() -> None:
+    eagle, hass = (check(compose(FOLDER / f"{name}.yaml"), Experiment).plain for name in ("eagle", "hass"))
+    assert {key for key in eagle if eagle[key] != hass[key]} == {"name", "model"}
+    one, other = eagle["model"]["init_args"], hass["model"]["init_args"]
+    assert {key for key in one if one[key] != other[key]} == {"unroll", "losses"}
+
+
+def test_noise_disturbs_training_alone(make_module: Callable[..., DraftModule], batch: Batch) -> None:
+    module = make_module("eagle")
+
+    def loss(seed: int | None) -> float:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return float(module.run(batch, generator)[0].total.detach())
+
+    assert loss(None) == loss(None)
+    assert loss(1) == loss(1)
+    assert len({loss(None), loss(1), loss(2)}) == 3
+
+
+def test_each_step_batch_and_rank_draws_noise_of_its_own_again_and_again(
+    make_module: Callable[..., DraftModule],
+) -> None:
+    module = make_module("eagle")
+
+    def drawn(step: int, index: int, rank: int) -> float:
+        module._trainer = SimpleNamespace(global_step=step, global_rank=rank)
+        return torch.rand((), generator=module._generator(index)).item()
+
+    places = list(itertools.product(range(2), repeat=3))
+    assert len({drawn(*place) for place in places}) == 8
+    assert [drawn(*place) for place in places] == [drawn(*place) for place in places]
+
+
+def test_a_second_stage_goes_on_from_the_firsts_weights(
+    make_module: Callable[..., DraftModule], tiny_target: HFTarget, tmp_path: Path
+) -> None:
+    first = make_module("hass")
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(1.0)
+    second = make_module("hass_stage2", start=keep(first, tiny_target, tmp_path / "first.ckpt"))
+    torch.testing.assert_close(dict(second.named_parameters()), dict(first.named_parameters()))
+
+
+def test_a_draft_vocabulary_comes_along_with_the_weights(
+    make_module: Callable[..., DraftModule], tiny_target: HFTarget, tmp_path: Path
+) -> None:
+    first = make_module("eagle3")
+    kept = torch.arange(VOCAB - 50, VOCAB)
+    first.draft.build(tiny_target, tiny_target.spec.hidden, kept)
+    second = make_module("eagle3", start=keep(first, tiny_target, tmp_path / "first.ckpt"))
+    assert torch.equal(second.draft.vocab, kept)
+
+
+def test_a_start_of_another_family_is_refused_in_one_line(
+    make_module: Callable[..., DraftModule], tiny_target: HFTarget, tmp_path: Path
+) -> None:
+    path = keep(make_module("eagle3"), tiny_target, tmp_path / "eagle3.ckpt")
+    with pytest.raises(UserError) as told:
+        make_module("hass_stage2", start=path)
+    assert str(told.value) == (
+        f"{path}: holds Eagle3 on FusedFeature, the experiment has Eagle1 on TopFeature; use a YAML with the same "
+        "model.draft and model.features"
+    )
+    with pytest.raises(UserError, match=r"no file .*missing\.ckpt"):
+        make_module("hass_stage2", start=tmp_path / "missing.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("eagle", ("model.draft_vocab", "40"), "draft_vocab must be null for Eagle1"),
+        ("eagle", ("model.features", "FusedFeature"), "SmoothL1 needs the target's own feature to compare with"),
+        ("eagle_no_feature_loss", ("model.losses.0.weight", "0"), "losses must hold a term with a positive weight"),
+    ],
+)
+def test_a_combination_that_means_nothing_is_refused_in_one_line(
+    name: str, change: tuple[str, str], message: str, tiny_target: HFTarget, data: ConversationData
+) -> None:
+    experiment = build(check(compose(FOLDER / f"{name}.yaml", [change]), Experiment))
+    with pytest.raises(UserError, match=message) as told:
+        build_module(experiment, tiny_target, data)
+    assert "\n" not in str(told.value)
