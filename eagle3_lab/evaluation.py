@@ -139,7 +139,6 @@ class _Player:
             self._proposer: Proposer = contestant.method.proposer(self._target.spec, contestant.head)
         except ValueError as error:
             raise UserError(f"evaluate.methods.{contestant.name}: {error}") from None
-        assert self._target.tokenizer is not None
         self._chat = Chat(self._target.tokenizer)
         self._verifier: Verifier = ExactVerifier()
         self._law = evaluation.law or SamplingLaw()

@@ -49,7 +49,7 @@ def test_the_notebook_lines_load_an_experiment(monkeypatch: pytest.MonkeyPatch) 
     notebook = next(block for block in blocks("python") if "fit(load(" in block)
     asked: list[object] = []
     monkeypatch.setattr("eagle3_lab.commands.fit.fit", asked.append)
-    exec(compile(notebook, "README.md", "exec"), {})
+    exec(compile(notebook, "README.md", "exec"), {})  # noqa: S102
     assert asked[0].model.unroll.depth == 3
     assert asked[0].name == "depth3"
 

@@ -93,7 +93,6 @@ class Speaker:
     def __init__(
         self, target: HFTarget, proposer: Proposer, law: Law, *, name: str, max_new_tokens: int, seed: int
     ) -> None:
-        assert target.tokenizer is not None
         self._target, self._proposer, self._law = target, proposer, law
         self._name, self._limit = name, max_new_tokens
         self._chat = Chat(target.tokenizer)

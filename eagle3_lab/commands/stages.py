@@ -52,7 +52,6 @@ def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True)
     Raises:
         UserError: a template or data that cannot be trained on, or a folder for answers that cannot be written.
     """
-    assert target.tokenizer is not None
     chat = Chat(target.tokenizer)
     beside: list[Path] = []
     if experiment.answers is not None:
@@ -93,7 +92,6 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
         width = model.features.build(target)
         counts = data.token_counts()
         size = target.spec.vocab if model.draft_vocab is None else model.draft_vocab
-        assert target.tokenizer is not None
         always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
         vocab = choose(counts, size, always, min(len(target.tokenizer), target.spec.vocab))
         model.draft.build(target, width, vocab.to(target.device))

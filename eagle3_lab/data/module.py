@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from pathlib import Path
 from typing import Any
 
 import torch

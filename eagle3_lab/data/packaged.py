@@ -18,11 +18,13 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 
+from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.documents import loops
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.target.adapter import HFTarget
@@ -110,7 +112,7 @@ def self_written(target: HFTarget, wanted: int, seed: int, rows: int) -> list[st
             seed=seed + 1000 + batch,
         )
         for answer in sorted(made, key=lambda a: a.index):
-            text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+            text = text_of(target, answer.tokens).strip()
             if not answer.cut and usable(text) and not loops(answer.tokens):
                 found.setdefault(" ".join(text.lower().split()[:8]), text)
         batch += 1
@@ -121,7 +123,7 @@ def self_written(target: HFTarget, wanted: int, seed: int, rows: int) -> list[st
 def user_opening(target: HFTarget) -> list[int]:
     """The template up to where a user's text begins, as ids."""
     mark = "\u241f"
-    text = target.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    text = str(target.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
     return target.tokenizer(text[: text.index(mark)], add_special_tokens=False).input_ids
 
 
@@ -146,6 +148,7 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
         }
         for p in prompts
     ]
+    chat = Chat(target.tokenizer)
     for turn in range(max(len(p["turns"]) for p in prompts)):
         going = [
             i
@@ -154,7 +157,7 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
         ]
         for i in going:
             talks[i]["messages"].append({"role": "user", "content": prompts[i]["turns"][turn]})
-        ids = [prompt_ids(target, talks[i]["messages"]) for i in going]
+        ids = [chat.prompt_ids(talks[i]["messages"]) for i in going]
         fits = [j for j, x in enumerate(ids) if len(x) <= MAX_PROMPT_TOKENS]
         made = answers(
             target,
@@ -166,7 +169,7 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
         )
         for done, answer in enumerate(made, 1):
             talk = talks[going[fits[answer.index]]]
-            text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = text_of(target, answer.tokens)
             talk["messages"].append({"role": "assistant", "content": text})
             talk["cut"] = answer.cut
             kept = list(answer.tokens if answer.cut else answer.tokens[:-1])
@@ -181,9 +184,9 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
     return [talk for talk in talks if talk["messages"]]
 
 
-def prompt_ids(target: HFTarget, messages: list[dict]) -> list[int]:
-    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return target.tokenizer(text, add_special_tokens=False).input_ids
+def text_of(target: HFTarget, tokens: Sequence[int]) -> str:
+    """Tokens as text, special ones dropped."""
+    return str(target.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def say(text: str) -> None:

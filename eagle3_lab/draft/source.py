@@ -6,6 +6,8 @@ whether features were fused. Layer ids are Hugging Face's ``hidden_states`` indi
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ class FusedFeature(FeatureSource):
         if self.layer_ids is None:
             return _default_layers(num_layers)
         ids = self.layer_ids
-        ascending = all(low < high for low, high in zip(ids, ids[1:], strict=False))
+        ascending = all(low < high for low, high in itertools.pairwise(ids))
         if not ids or not ascending or ids[0] < 0 or ids[-1] > num_layers:
             raise ValueError(f"features.layers must be ascending ids within 0..{num_layers}, got {list(ids)}")
         return ids

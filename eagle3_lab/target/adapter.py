@@ -8,8 +8,9 @@ the last word.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,11 +41,17 @@ class HFTarget(FrozenTarget):
         if reasons := refusals(model):
             raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.spec = spec
         self._config = model.config.get_text_config(decoder=True)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; a target made of tensors alone has none to ask for."""
+        assert self._tokenizer is not None, "this target was made without a tokenizer"
+        return self._tokenizer
 
     # ---- as the draft sees it
 
@@ -77,11 +84,16 @@ class HFTarget(FrozenTarget):
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self._embedding_weight().device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
+        return self._embedding_weight().dtype
+
+    def _embedding_weight(self) -> Tensor:
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     # ---- training: one forward over packed rows
 
@@ -258,7 +270,7 @@ def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _rotary_module(model: PreTrainedModel) -> nn.Module:
+def _rotary_module(model: PreTrainedModel) -> Any:  # noqa: ANN401 (what it holds, families agree on by custom)
     """The one rotary module; drafts take their frequencies from it."""
     found = [m for m in model.base_model.modules() if "inv_freq" in dict(m.named_buffers(recurse=False))]
     if len(found) != 1:
@@ -283,7 +295,7 @@ def _tapped(blocks: nn.ModuleList, layers: tuple[int, ...]) -> Iterator[dict[int
     # Every key exists beforehand: a dict that grows inside a compiled forward costs a recompile.
     taken: dict[int, Tensor] = {}
 
-    def take(layer: int) -> object:
+    def take(layer: int) -> Callable[[nn.Module, tuple, dict], None]:
         def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
             taken[layer] = args[0] if args else kwargs["hidden_states"]
 

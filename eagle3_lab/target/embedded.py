@@ -122,16 +122,15 @@ def _convert(gguf: Path, into: Path) -> None:
     """De-quantise to float32 and save as an ordinary folder (config, safetensors, tokenizer with its template)."""
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    config = loaded.config
-    if "quantization_config" in config.to_dict():
-        del config.quantization_config
-    fresh = LlamaForCausalLM(config)
+    said = loaded.config.to_dict()
+    said.pop("quantization_config", None)
+    fresh = LlamaForCausalLM(LlamaConfig.from_dict(said))
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
     fresh.generation_config = loaded.generation_config

@@ -35,7 +35,7 @@ def build(
     tokenizer: PreTrainedTokenizerFast,
     spec: TargetSpec,
     lines: Lines,
-    **more: Any,  # noqa: ANN401
+    **more: Any,
 ) -> ConversationData:
     path = folder / "c.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))

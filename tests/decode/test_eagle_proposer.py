@@ -273,4 +273,3 @@ def test_rows_of_a_batch_answer_as_each_alone(trained: tuple[HFTarget, DraftModu
     for prompt, one in zip(asked, made, strict=True):
         alone = answer(target, proposer, prompt, SamplingLaw())
         assert (one.tokens, one.rounds) == (alone.tokens, alone.rounds)
-

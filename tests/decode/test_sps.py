@@ -10,7 +10,6 @@ import pytest
 import torch
 from decode_toys import PROMPTS, VOCAB, ToyTarget, greedy, run, seeded, table
 from random_targets import random_target
-from test_loop_sampling import LOGITS as LOGITS_4
 from test_loop_sampling import p_value
 from tiny import write_target
 from torch import Tensor
@@ -100,7 +99,7 @@ def hf(draft: HFTarget, law: SamplingLaw = GREEDY, lengths: Lengths = FIXED, tar
     )
 
 
-def answered(target: HFTarget, proposer: Proposer, law: SamplingLaw = GREEDY, count: int = 25) -> list[Decoded]:
+def answered(target: HFTarget, proposer: Proposer, law: SamplingLaw = GREEDY, count: int = 13) -> list[Decoded]:
     prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0], [11, 0, 0, 0]])
     session = target.open(3, 4 + count + proposer.nodes + 1, proposer.needs | Needs(logits=True))
     return decode(
@@ -275,7 +274,7 @@ def test_it_equals_vanilla_at_temperature_zero_and_its_cache_a_fresh_prefill(nam
     accepted = sum(r.accepted for a in answers for r in a.rounds)
     if name == "the same model" and law is GREEDY:
         assert all(r.accepted == r.emitted - 1 for a in answers for r in a.rounds[:-1])
-        assert accepted > 30
+        assert accepted > 20
     if name == "the same model, always wrong" and law is GREEDY:
         assert accepted == 0
 
@@ -319,9 +318,7 @@ def test_the_targets_context_and_length_stop_it() -> None:
 
 
 LAWS: dict[str, Callable[[], Proposer]] = {
-    "another model": lambda: four(table(4, 1, scale=1.0)),
     "another model, cold and cut": lambda: four(table(4, 1, scale=1.0), SamplingLaw(0.5, top_k=2)),
-    "the same model": lambda: four(LOGITS_4),
     "adaptive": lambda: four(table(4, 1, scale=1.0), lengths=Lengths(1, True, 3)),
     "more ids": lambda: four(table(6, 1, scale=1.0)),
     "fewer ids": lambda: four(table(3, 1, scale=1.0)),

@@ -46,7 +46,7 @@ class Recorder(DraftModel):
 
 def test_row_t_reads_token_t_plus_one_plus_s_at_position_t_plus_s(make_batch: Any) -> None:
     batch = make_batch([(3, 1), (2, 1)], length=6)
-    a, b, c, d, e, pad = batch.ids[0].tolist()
+    _, b, c, d, e, pad = batch.ids[0].tolist()
     recorder = Recorder()
     list(Unroll(depth=3)(recorder, torch.ones(1, 6, 2), batch))
     document = [0, 0, 0, 1, 1, -1]

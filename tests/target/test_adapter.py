@@ -61,7 +61,9 @@ def test_each_node_scores_as_its_path_alone_and_compaction_equals_a_fresh_prefil
             torch.testing.assert_close(tap[row, path[-1]], plain.hidden_states[layer][0, -1], **TOLERANCE)
 
     # Row 0 keeps the scattered nodes 0, 2, 3; row 1 its root alone.
-    session.commit(Verdict(torch.tensor([[0, 2, 3], [0, PADDING, PADDING]]), torch.tensor([2, 0]), torch.tensor([1, 1])))
+    session.commit(
+        Verdict(torch.tensor([[0, 2, 3], [0, PADDING, PADDING]]), torch.tensor([2, 0]), torch.tensor([1, 1]))
+    )
     assert session.lengths.tolist() == [8, 4]
     for row, kept in enumerate(([0, 2, 3], [0])):
         committed = torch.cat((prompts[row, : lengths[row]], tree.tokens[row, kept]))[None]
@@ -123,4 +125,6 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 def test_rotary_at_another_head_width_follows_the_same_rule() -> None:
     rotary = tiny().rotary(16)
     assert rotary.inv_freq.shape == (8,)
-    torch.testing.assert_close(rotary.inv_freq.double(), 1e4 ** (-torch.arange(8, dtype=torch.float64) / 8), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        rotary.inv_freq.double(), 1e4 ** (-torch.arange(8, dtype=torch.float64) / 8), atol=1e-6, rtol=1e-6
+    )

@@ -44,15 +44,17 @@ class Eagle(Proposer):
         ValueError: the tree is wider than the draft vocabulary.
     """
 
+    # Set by `start`: the draft's cache, and the rows held back: features, the tokens after them, how many are real.
+    _cache: KVCache
+    _features: Float[Tensor, "B T D"]
+    _next: Int[Tensor, "B T"]
+    _count: Int[Tensor, " B"]
+
     def __init__(self, source: FeatureSource, draft: DraftModel, grow: Grow, num_layers: int) -> None:
         grow.check(len(draft.vocab))
         self._source, self._draft, self._grow = source, draft, grow
         self.needs = Needs(layers=source.layers(num_layers))
         self.nodes = grow.nodes
-        self._cache: KVCache | None = None
-        self._features: Float[Tensor, "B T D"] | None = None
-        self._next: Int[Tensor, "B T"] | None = None
-        self._count: Int[Tensor, " B"] | None = None
 
     def start(
         self,
@@ -121,7 +123,9 @@ def _rows(x: Float[Tensor, "B T D"], index: Int[Tensor, "B F"]) -> Float[Tensor,
 
 def _pick(carry: Carry, index: Int[Tensor, "B F"]) -> Carry:
     """Rows of a carry, which is a tensor or a tuple of them, by index; what they mean is the draft's business."""
-    if isinstance(carry, tuple):
-        return tuple(_pick(part, index) for part in carry)
-    wide = index.reshape(*index.shape, *(1 for _ in carry.shape[2:]))
-    return carry.gather(1, wide.expand(-1, -1, *carry.shape[2:]))
+    return tuple(_part(one, index) for one in carry) if isinstance(carry, tuple) else _part(carry, index)
+
+
+def _part(x: Tensor, index: Int[Tensor, "B F"]) -> Tensor:
+    wide = index.reshape(*index.shape, *(1 for _ in x.shape[2:]))
+    return x.gather(1, wide.expand(-1, -1, *x.shape[2:]))

@@ -36,6 +36,9 @@ class PromptLookup(Proposer):
         ValueError: ``max_ngram`` or ``length`` below 1.
     """
 
+    _ids: Int[Tensor, "B S"]  # the text, PADDING behind
+    _root: Int[Tensor, " B"]  # the root's index in it
+
     def __init__(self, max_ngram: int = 3, length: int = 10, full: bool = True) -> None:
         if max_ngram < 1:
             raise ValueError(f"max_ngram must be >= 1, got {max_ngram}")
@@ -43,8 +46,6 @@ class PromptLookup(Proposer):
             raise ValueError(f"length must be >= 1, got {length}")
         self.nodes = length + 1
         self._max_ngram, self._full = max_ngram, full
-        self._ids: Int[Tensor, "B S"] | None = None
-        self._root: Int[Tensor, " B"] | None = None
 
     def start(
         self,
@@ -58,7 +59,7 @@ class PromptLookup(Proposer):
         inside = torch.arange(width, device=prompt.device) < lengths[:, None]
         self._ids = prompt.new_full((len(prompt), capacity), PADDING)
         self._ids[:, :width] = torch.where(inside, prompt, PADDING)
-        self._root = lengths  # the root's index in the text
+        self._root = lengths
 
     def propose(self, root: Int[Tensor, " B"]) -> Tree:
         self._ids.scatter_(1, self._root[:, None], root[:, None])

@@ -88,6 +88,12 @@ class SpeculativeSampling(Proposer):
         ValueError: a law with a repetition penalty, or chains that the draft's context cannot hold.
     """
 
+    _session: Session
+    _generators: list[torch.Generator]
+    _before: Int[Tensor, " B"]  # the token before the root
+    _length: Int[Tensor, " B"]  # drafts of the next round
+    _bound: int  # no row's is larger
+
     def __init__(
         self,
         open_session: Callable[[int, int], Session],
@@ -107,11 +113,6 @@ class SpeculativeSampling(Proposer):
         self.positions = max_positions - lengths.most + 1
         self._open, self._lengths, self._law = open_session, lengths, law
         self._vocab, self._shared, self._target_vocab = vocab, min(vocab, target_vocab), target_vocab
-        self._session: Session | None = None
-        self._generators: list[torch.Generator] = []
-        self._before: Int[Tensor, " B"] | None = None
-        self._length: Int[Tensor, " B"] | None = None
-        self._bound = lengths.length
 
     def start(
         self,
