@@ -42,9 +42,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.replace(name, place)
             finally:
                 Path(name).unlink(missing_ok=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            # torch's writer fails a second time when it closes a file that could not be written to
+            fault = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(fault, OSError):
+                raise
             raise UserError(
-                f"{place}: checkpoint not written ({error.strerror}); the last one is kept: make room and run again"
+                f"{place}: checkpoint not written ({fault.strerror}); the last one is kept: make room and run again"
             ) from None
 
     def load_checkpoint(

@@ -17,8 +17,8 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,10 @@ class Tracking:
 
 
 class Run:
-    """One MLflow run. As a context manager it ends FINISHED, or FAILED, or KILLED by the user or by a signal."""
+    """One MLflow run. As a context manager it ends FINISHED, or FAILED, or KILLED by the user or by a signal.
+
+    Raises: UserError, from every method that writes, where the store cannot be written any more.
+    """
 
     def __init__(self, client: mlflow.tracking.MlflowClient, folder: Path, run_id: str) -> None:
         info = client.get_run(run_id).info
@@ -94,21 +97,24 @@ class Run:
                 )
             if key not in known:
                 fresh.append(Param(key, short))
-        for start in range(0, len(fresh), PER_BATCH):
-            self._client.log_batch(self.id, params=fresh[start : start + PER_BATCH])
+        with self._writing():
+            for start in range(0, len(fresh), PER_BATCH):
+                self._client.log_batch(self.id, params=fresh[start : start + PER_BATCH])
 
     def log_metrics(self, values: Mapping[str, int | float], step: int = 0) -> None:
         """Log scalars of one step in one call. Slashes in names group charts: ``val/tau_walked``. NaN is kept."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self.id, metrics=[Metric(key, float(v), now, step) for key, v in values.items()])
+        with self._writing():
+            self._client.log_batch(self.id, metrics=[Metric(key, float(v), now, step) for key, v in values.items()])
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags: searchable, and shown beside the parameters."""
         from mlflow.entities import RunTag
 
-        self._client.log_batch(self.id, tags=[RunTag(key, value) for key, value in tags.items()])
+        with self._writing():
+            self._client.log_batch(self.id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def describe(self, markdown: str) -> None:
         """Set the text at the top of the run's page, e.g. the closing table."""
@@ -116,15 +122,18 @@ class Run:
 
     def log_text(self, text: str, path: str) -> None:
         """Keep a text as artifact ``path``."""
-        self._client.log_text(self.id, text, path)
+        with self._writing():
+            self._client.log_text(self.id, text, path)
 
     def log_artifact(self, file: Path, folder: str | None = None) -> None:
         """Copy a file into the run's artifacts, below ``folder``."""
-        self._client.log_artifact(self.id, str(file), folder)
+        with self._writing():
+            self._client.log_artifact(self.id, str(file), folder)
 
     def log_figure(self, figure: matplotlib.figure.Figure, path: str) -> None:
         """Keep a matplotlib figure as artifact ``path`` (.png, .svg or .pdf)."""
-        self._client.log_figure(self.id, figure, path)
+        with self._writing():
+            self._client.log_figure(self.id, figure, path)
 
     def child(self, name: str, tags: Mapping[str, str] | None = None) -> Run:
         """Start a run of the same experiment that the UI nests below this one."""
@@ -134,7 +143,19 @@ class Run:
 
     def finish(self, status: Status = "FINISHED") -> None:
         """End the run. A process that is killed outright leaves it RUNNING, until it is continued."""
-        self._client.set_terminated(self.id, status)
+        with self._writing():
+            self._client.set_terminated(self.id, status)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A store that cannot be written any more, as on a disk that filled up, costs the user one line."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (MlflowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.folder}: run {self.id} cannot be written ({reason}); make room and run again") from None
 
     def __enter__(self) -> Run:
         return self
@@ -179,8 +200,9 @@ def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     from mlflow.exceptions import MlflowException
 
-    for talker in ("mlflow.store.db.utils", "alembic"):  # a page about creating tables
-        logging.getLogger(talker).setLevel(logging.WARNING)
+    # A page about creating tables from both; from the first also a traceback of every failure, which it raises as well.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     where = folder.resolve()
     try:
         (where / "artifacts").mkdir(parents=True, exist_ok=True)

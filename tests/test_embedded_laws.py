@@ -291,16 +291,15 @@ class Tally:
         return f"{rounds}, logits differ by at most {self.noise:.2g}"
 
 
-def check_float32(target: HFTarget, proposers: Sequence[Proposer], plain: Sequence[Run], name: str) -> Tally:
+def check_float32(target: HFTarget, made: Sequence[Run], plain: Sequence[Run], nodes: int, name: str) -> Tally:
     """The law, answer by answer; and every row that a token was chosen from is vanilla's but for rounding."""
     tally = Tally()
-    for proposer, expected in zip(proposers, plain, strict=True):
-        made = run(target, proposer, expected.prompt)
-        assert is_lawful(target, expected, made.tokens, proposer.nodes, name)
-        place = first_difference(expected.tokens, made.tokens)
-        tally.add(made, expected.rows if place is None else expected.rows[: place + 1])
+    for one, expected in zip(made, plain, strict=True):
+        assert is_lawful(target, expected, one.tokens, nodes, name)
+        place = first_difference(expected.tokens, one.tokens)
+        tally.add(one, expected.rows if place is None else expected.rows[: place + 1])
         if place is None:
-            assert made.decoded.ended == expected.decoded.ended
+            assert one.decoded.ended == expected.decoded.ended
     print(f"{name}: {tally}")
     assert tally.noise < NOISE[torch.float32]
     return tally
@@ -324,27 +323,40 @@ def test_the_packages_held_out_answers_are_what_the_target_says(
         assert is_lawful(embedded, said, kept, 48, one.id)  # 48 rows answered side by side when they were made
 
 
+def grown(module: DraftModule, target: HFTarget, grow: str, plain: Sequence[Run]) -> list[Run]:
+    proposer = eagle(module, target, grow)
+    return [run(target, proposer, expected.prompt) for expected in plain]
+
+
+@pytest.fixture(scope="module")
+def chained(embedded: HFTarget, plain: list[Run], trained: DraftModule) -> list[Run]:
+    """The trained head's chain, which two tests look at."""
+    return grown(trained, embedded, "chain", plain)
+
+
 @pytest.mark.parametrize("grow", GROWS)
 def test_an_untrained_head_says_what_vanilla_says(
     grow: str, embedded: HFTarget, plain: list[Run], untrained: DraftModule
 ) -> None:
     some = plain[:3]
-    tally = check_float32(embedded, [eagle(untrained, embedded, grow)] * 3, some, f"untrained {grow}")
+    made = grown(untrained, embedded, grow, some)
+    tally = check_float32(embedded, made, some, GROWS[grow].nodes, f"untrained {grow}")
     assert len(tally.rounds) > 60, "it is nearly always wrong"
 
 
 @pytest.mark.parametrize("grow", GROWS)
 def test_a_head_that_is_often_right_says_what_vanilla_says(
-    grow: str, embedded: HFTarget, plain: list[Run], trained: DraftModule
+    grow: str, embedded: HFTarget, plain: list[Run], trained: DraftModule, chained: list[Run]
 ) -> None:
-    tally = check_float32(embedded, [eagle(trained, embedded, grow)] * PROMPTS, plain, f"trained {grow}")
+    made = chained if grow == "chain" else grown(trained, embedded, grow, plain)
+    tally = check_float32(embedded, made, plain, GROWS[grow].nodes, f"trained {grow}")
     lengths = {r.accepted for r in tally.rounds}
     assert min(lengths) == 0 and max(lengths) >= 3 and len(lengths) >= 4, "runs of all lengths were to be accepted"
 
 
 def test_right_drafts_among_wrong_siblings_say_what_vanilla_says(embedded: HFTarget, plain: list[Run]) -> None:
-    proposers = [Knowing(expected.tokens, embedded.spec.vocab) for expected in plain]
-    tally = check_float32(embedded, proposers, plain, "knowing")
+    made = [run(embedded, Knowing(expected.tokens, embedded.spec.vocab), expected.prompt) for expected in plain]
+    tally = check_float32(embedded, made, plain, Knowing.nodes, "knowing")
     assert {r.accepted for r in tally.rounds} >= {0, 2, 3}
 
 
@@ -432,13 +444,14 @@ def test_in_bfloat16_every_token_is_the_best_but_for_rounding(
 # ------------------------------------------------------------------------------------------------------ the hit table
 
 
-def test_the_walked_hit_table_is_the_chain_decoder(embedded: HFTarget, plain: list[Run], trained: DraftModule) -> None:
-    decoded = [run(embedded, eagle(trained, embedded, "chain"), expected.prompt) for expected in plain]
-    batch = packed(decoded, embedded.device)
+def test_the_walked_hit_table_is_the_chain_decoder(
+    embedded: HFTarget, chained: list[Run], trained: DraftModule
+) -> None:
+    batch = packed(chained, embedded.device)
     reading = read_hits(trained, [batch])
-    assert len(reading.answers) == len(decoded)
+    assert len(reading.answers) == len(chained)
     agreed, start = 0, 0
-    for walked, made in zip(reading.answers, decoded, strict=True):
+    for walked, made in zip(reading.answers, chained, strict=True):
         ours = list(made.decoded.rounds)
         place = first_difference(walked, ours)
         agreed += len(ours) if place is None else place

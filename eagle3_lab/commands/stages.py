@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -224,7 +225,7 @@ def closing_table(
         one_pass=None if hits is None else one_pass(hits, experiment.seed),
         run_id=run.id,
         checkpoint=str(draft),
-        ui=" ".join(ui_command(experiment.tracking.folder)),
+        ui=shlex.join(ui_command(experiment.tracking.folder)),
         page=run.page,
     )
 

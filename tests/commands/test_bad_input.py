@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench import Bench, Ran
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
 
 
@@ -251,6 +255,26 @@ def test_a_disk_that_fills_up_costs_one_line_and_no_step_that_was_saved(
     assert not list(bench.work().glob(".last.ckpt-*"))
     assert bench.run("fit", *words).code == 0
     assert torch.load(bench.work() / "draft.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_store_that_fills_up_costs_one_line_and_no_step_that_was_saved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = MlflowClient.log_batch
+
+    def log_batch(client: MlflowClient, run_id: str, metrics: Sequence[Metric] = (), **more: Any) -> None:
+        if any(metric.key == "train/loss" and metric.step == 4 for metric in metrics):
+            raise MlflowException("(sqlite3.OperationalError) database or disk is full\n(Background: a page)")
+        written(client, run_id, metrics, **more)
+
+    words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9")
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", log_batch)
+        line = refused(bench, *words)
+    assert line.startswith(f"{bench.folder}: run ")
+    assert line.endswith("((sqlite3.OperationalError) database or disk is full); make room and run again")
+    assert torch.load(bench.work() / "last.ckpt", weights_only=True)["global_step"] == 5
+    assert bench.run("fit", *words).code == 0
 
 
 def test_a_checkpoint_to_go_on_from_that_is_damaged_is_named_and_not_overwritten(
