@@ -19,9 +19,10 @@ _NAMES = {
     "load": "eagle3_lab.config",
     "fit": "eagle3_lab.commands.fit",
     "evaluate": "eagle3_lab.commands.evaluate",
+    "generate": "eagle3_lab.commands.generate",
 }
 
-__all__ = ["evaluate", "fit", "load"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["evaluate", "fit", "generate", "load"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
