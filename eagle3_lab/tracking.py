@@ -155,7 +155,9 @@ class Run:
             yield
         except (MlflowException, OSError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{self.folder}: run {self.id} cannot be written ({reason}); make room and run again") from None
+            raise UserError(
+                f"{self.folder}: run {self.id} cannot be written ({reason}); make room and run again"
+            ) from None
 
     def __enter__(self) -> Run:
         return self

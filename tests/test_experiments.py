@@ -93,6 +93,13 @@ def test_an_experiment_reads_back_as_itself(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_says_at_its_head_what_it_is_and_where_its_numbers_come_from(name: str) -> None:
+    head = (FOLDER / f"{name}.yaml").read_text().partition("\nname:")[0]
+    assert all(line.startswith("# ") for line in head.splitlines())
+    assert "arXiv" in head
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_takes_a_training_step_on_a_tiny_target(
     name: str, make_module: Callable[..., DraftModule], batch: Batch
 ) -> None:
