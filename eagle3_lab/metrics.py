@@ -11,7 +11,6 @@ A reading of nothing (no round, no anchor, no prompt) is NaN, never a division e
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,10 +21,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torchmetrics import Metric
 
+from eagle3_lab.loops import is_looping
 from eagle3_lab.rows import row_weights, same_document, shift
 from eagle3_lab.types import Decoded, Round
-
-LOOP_GRAM, LOOP_TIMES = 8, 3
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float:
@@ -258,13 +256,6 @@ class HitTable(Metric):
 
 
 # ---------------------------------------------------------------------------------------------------------- loops
-
-
-def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether one 8-gram stands in the tokens more than three times (overlaps count). Loops raise acceptance, so tau is
-    shown with and without them."""
-    grams = Counter(tuple(tokens[i : i + LOOP_GRAM]) for i in range(len(tokens) - LOOP_GRAM + 1))
-    return max(grams.values(), default=0) > LOOP_TIMES
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3_lab.loops import is_looping
 from eagle3_lab.metrics import (
     Acceptance,
     Answer,
     HitTable,
     find_answers,
-    is_looping,
     judged_drafts,
     leading_hits,
     looping,

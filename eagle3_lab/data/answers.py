@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.documents import loops
 from eagle3_lab.data.records import file_hash
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
+from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 
 
@@ -128,7 +128,7 @@ def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: f
         "split": "train",
         "temperature": temperature,
         "cut": cut,
-        "looping": loops(tokens),
+        "looping": is_looping(tokens),
         "messages": messages,
     }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from eagle3_lab.data.chat import Chat, Encoded
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.errors import UserError
+from eagle3_lab.loops import is_looping
 
 OverLength = Literal["cut", "drop"]
 
@@ -41,7 +41,7 @@ def documents(
 ) -> Iterator[Document]:
     """Encode conversations one by one, and count in ``report`` what is kept, shortened and dropped.
 
-    Dropped: answers that loop (see `loops`) or hold the end-of-turn marker as text, since the target would have
+    Dropped: answers that loop (`is_looping`) or hold the end-of-turn marker as text, since the target would have
     stopped there; conversations of which nothing supervised is left within ``max_length`` tokens. A longer one is cut
     behind its first ``max_length`` tokens or dropped as a whole; the part of an answer that is kept stays supervised.
 
@@ -68,12 +68,6 @@ def documents(
             yield Document(conversation, torch.tensor(kept.ids, dtype=torch.int32), torch.tensor(kept.supervised))
 
 
-def loops(ids: Sequence[int], size: int = 8, times: int = 3) -> bool:
-    """Whether one run of ``size`` tokens stands in ``ids`` more than ``times`` times (overlapping ones counted)."""
-    runs = Counter(zip(*(ids[i:] for i in range(size)), strict=False))
-    return max(runs.values(), default=0) > times
-
-
 def documents_hash(found: Iterable[Document]) -> str:
     """Identity of documents in their order: ids and masks, so file, tokenizer, template and length rule alike."""
     digest = hashlib.sha256()
@@ -87,7 +81,7 @@ def documents_hash(found: Iterable[Document]) -> str:
 def _unfit(conversation: Conversation, encoded: Encoded, end_of_turn: int) -> str:
     """Why a conversation must not be trained on, or ""."""
     answers = _answers(encoded)
-    if conversation.looping or any(map(loops, answers)):
+    if conversation.looping or any(map(is_looping, answers)):
         return "looping answer"
     ends = sum(answer.count(end_of_turn) for answer in answers)
     return "end-of-turn marker inside an answer" if ends != len(answers) - conversation.cut else ""

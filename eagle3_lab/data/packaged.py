@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.documents import loops
 from eagle3_lab.data.regenerate import answers
+from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
 
@@ -113,7 +113,7 @@ def self_written(target: HFTarget, wanted: int, seed: int, rows: int) -> list[st
         )
         for answer in sorted(made, key=lambda a: a.index):
             text = text_of(target, answer.tokens).strip()
-            if not answer.cut and usable(text) and not loops(answer.tokens):
+            if not answer.cut and usable(text) and not is_looping(answer.tokens):
                 found.setdefault(" ".join(text.lower().split()[:8]), text)
         batch += 1
         say(f"self-written prompts: {len(found)} of {wanted}")
@@ -174,7 +174,7 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
             talk["cut"] = answer.cut
             kept = list(answer.tokens if answer.cut else answer.tokens[:-1])
             talk["exact"] = talk["exact"] and target.tokenizer(text, add_special_tokens=False).input_ids == kept
-            talk["looping"] = talk["looping"] or loops(answer.tokens)
+            talk["looping"] = talk["looping"] or is_looping(answer.tokens)
             talk["answer_tokens"] += len(answer.tokens)
             if done % 25 == 0:
                 say(f"temperature {temperature}, turn {turn + 1}: {done} of {len(fits)} answered")

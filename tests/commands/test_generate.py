@@ -223,7 +223,7 @@ def test_every_method_prints_what_the_target_says(
 def test_a_checkpoint_can_be_named(
     trained: Path, untrained: Path, target: HFTarget, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (place,) = trained.parent.glob("mlruns/work/*/draft.ckpt")
+    (place,) = (trained.parent / "mlruns").glob("*/*/draft.ckpt")
     line = ["generate", str(untrained), "abc", "--checkpoint-path", str(place), "--max-new-tokens", str(LIMIT)]
     assert main(line) == 0
     assert capsys.readouterr().out == plainly(target, [user("abc")]) + "\n"

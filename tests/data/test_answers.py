@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.answers import Answers, _finished
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import read_conversations
-from eagle3_lab.data.documents import loops
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.errors import UserError
+from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 
 # The second question holds characters of several bytes, and two that str.splitlines takes for line ends.
@@ -86,7 +86,7 @@ def test_every_first_turn_is_answered_once_in_the_order_of_the_prompts(
             "split": "train",
             "temperature": 0.0,
             "cut": cut,
-            "looping": loops(tokens),
+            "looping": is_looping(tokens),
             "messages": [{"role": "user", "content": QUESTIONS[i]}, {"role": "assistant", "content": said}],
         }
     assert sorted(counted) == sorted(len(answer.tokens) for answer in expected.values())

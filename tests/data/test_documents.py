@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.data.conversations import Conversation, Report
-from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash, loops
+from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
 from eagle3_lab.errors import UserError
+from eagle3_lab.loops import is_looping
 
 
 def conversation(*contents: str, name: str = "x", cut: bool = False, looping: bool = False) -> Conversation:
@@ -40,7 +41,7 @@ def encode(
 def test_an_answer_loops_when_eight_tokens_in_a_row_stand_in_it_more_than_three_times(
     ids: list[int], expected: bool
 ) -> None:
-    assert loops(ids) is expected
+    assert is_looping(ids) is expected
 
 
 def test_looping_answers_are_counted_and_left_out_whether_marked_or_found(chatml: PreTrainedTokenizerFast) -> None:
