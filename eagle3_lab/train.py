@@ -22,7 +22,7 @@ from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
 from eagle3_lab.draft.noise import FeatureNoise
 from eagle3_lab.draft.teacher import Oov
-from eagle3_lab.draft.terms import FeatureTerm, RowTerm
+from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable
 from eagle3_lab.rows import Edge, Mask
@@ -56,7 +56,7 @@ class Model:
     features: FeatureSource
     draft: DraftModel
     unroll: Unroll
-    losses: list[RowTerm | FeatureTerm]
+    losses: list[RowTerm | StepTerm | FeatureTerm]
     step_decay: float = 0.8
     draft_vocab: int | None = None
     mask: Mask = "drafted"
