@@ -10,7 +10,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,8 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.chunked import Chunk, Collected, chunks
-from eagle3_lab.draft.teacher import Oov, Teacher, teach
+from eagle3_lab.draft.teacher import Oov, Teacher, draft_ids, teach
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm, TopKCE
+from eagle3_lab.draft.vocab import OUTSIDE
 from eagle3_lab.rows import Edge, Mask, row_weights
 from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget
 
@@ -161,7 +162,7 @@ class UnrolledLoss:
         )
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
         for chunk in chunks((weights > 0) | judged, size):
-            states, teacher = self._teach(target, top, vocab, chunk)
+            states, teacher = self._teach(target, top, batch, vocab, chunk)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
                 law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
@@ -191,6 +192,7 @@ class UnrolledLoss:
         self,
         draft: DraftModel,
         steps: Sequence[DraftOut],
+        batch: Batch,
         target: FrozenTarget,
         top: Tensor,
         weights: Tensor,
@@ -199,7 +201,7 @@ class UnrolledLoss:
         """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
         total = weights.new_zeros((2, len(steps)), dtype=torch.promote_types(weights.dtype, torch.float32))
         for chunk in chunks(weights > 0, size):
-            _, teacher = self._teach(target, top, draft.vocab, chunk)
+            _, teacher = self._teach(target, top, batch, draft.vocab, chunk)
             for piece in chunk.pieces:
                 s, law = piece.step, teacher.rows(piece.slot)
                 weight = weights[..., s].flatten()[piece.place] * law.taught
@@ -221,14 +223,19 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(head_in, states[slot])
         return total
 
-    def _teach(self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk) -> tuple[Tensor, Teacher]:
+    def _teach(
+        self, target: FrozenTarget, top: Tensor, batch: Batch, vocab: Tensor, chunk: Chunk
+    ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
         states = top[chunk.row, chunk.column.clamp(max=last)]
-        if self.edge == "dropped":
-            return states, teach(target, states, vocab, self.oov)
-        blank = chunk.column > last
-        return states.masked_fill(blank[:, None], 0), teach(target, states, vocab, self.oov, blank)
+        following = batch.ids[chunk.row, (chunk.column + 1).clamp(max=last)]
+        said = torch.where(chunk.column < last, draft_ids(following, vocab), OUTSIDE)
+        blank = None
+        if self.edge == "counted":
+            blank = chunk.column > last
+            states = states.masked_fill(blank[:, None], 0)
+        return states, replace(teach(target, states, vocab, self.oov, blank), said=said)
 
 
 def _log_law(logits: Tensor) -> Tensor:

@@ -96,6 +96,18 @@ class HardCE(RowTerm):
         return torch.where(teacher.label == OUTSIDE, 0.0, -picked)
 
 
+class TokenCE(RowTerm):
+    """- log q of the token that the text goes on with; 0 where that has no draft id.
+
+    Source: Medusa (arXiv 2401.10774) section 2.2.1; FasterDecoding/Medusa 0bfdcd2 medusa/train/train_legacy.py:69-79.
+    """
+
+    def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
+        assert teacher.said is not None, "a teacher of a text knows how it goes on"
+        picked = log_q.gather(-1, teacher.said.clamp(min=0)[:, None])[:, 0]
+        return torch.where(teacher.said == OUTSIDE, 0.0, -picked)
+
+
 class TopKCE(RowTerm):
     """- sum of p(x) log q(x) over the k ids of largest p, p not renormalised.
 
