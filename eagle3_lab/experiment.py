@@ -65,6 +65,10 @@ class Experiment:
     seed: int = 0
     config: Config | None = None
 
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable() or "/" in self.name or self.name in (".", ".."):
+            raise ValueError(f"name must be usable as a folder's name (no / and no line break), got {self.name!r}")
+
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""
         return replace(self.tracking, run_name=self.tracking.run_name or self.name)

@@ -71,8 +71,8 @@ class Run:
 
     @property
     def page(self) -> str:
-        """The run's page below the UI's address."""
-        return f"#/experiments/{self.experiment_id}/runs/{self.id}"
+        """The address of the run's page, where the UI is served as :func:`ui_command` says."""
+        return f"http://127.0.0.1:5000/#/experiments/{self.experiment_id}/runs/{self.id}"
 
     def log_params(self, tree: Mapping[str, object]) -> None:
         """Log a nested configuration under the keys of :func:`eagle3_lab.parameters.flatten`. A value of more than 500

@@ -96,8 +96,8 @@ class Optimization:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr must be > 0, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"optimizer.lr must be > 0 and finite, got {self.lr}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optimizer.warmup must be in [0, 1), a share of all steps, got {self.warmup}")
         if not 0 <= self.final <= 1:
