@@ -29,6 +29,9 @@ from eagle3_lab.tracking import Tracking
 from eagle3_lab.train import Model, Optimization
 from eagle3_lab.training import Training
 
+LONGEST_NAME = 120
+"""Of an experiment, in bytes: it begins a folder's name, which file systems limit to 255."""
+
 SHOWN = ("name", "tracking", "budgets")
 """Keys that no result depends on."""
 
@@ -66,6 +69,10 @@ class Experiment:
     config: Config | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be within 0 .. 2**63 - 1, got {self.seed}")
+        if len(self.name.encode()) > LONGEST_NAME:
+            raise ValueError(f"name must be of at most {LONGEST_NAME} bytes, got {len(self.name.encode())}")
         if not self.name or not self.name.isprintable() or "/" in self.name or self.name in (".", ".."):
             raise ValueError(f"name must be usable as a folder's name (no / and no line break), got {self.name!r}")
 

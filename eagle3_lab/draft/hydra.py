@@ -84,13 +84,9 @@ class Hydra(DraftModel):
             if size < 1:
                 raise ValueError(f"draft.{name} must be >= 1, got {size}")
         check_start(head)
-        self.steps, self.blocks_each, self.prefix, self.head, self.rope_base = (
-            heads,
-            num_layers,
-            prefix,
-            head,
-            rope_base,
-        )
+        self.steps, self.blocks_each = heads, num_layers
+        self.prefix, self.rope_base = prefix, rope_base
+        self.head: HeadStart = head
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
         if width != target.spec.hidden:

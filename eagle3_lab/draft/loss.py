@@ -157,9 +157,9 @@ class UnrolledLoss:
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
         size = self.rows_at_once(target, vocab, wide)
-        acceptance = (
-            self._acceptance(draft, steps, target, top, weights, size) if self.step_terms else torch.zeros_like(share)
-        )
+        acceptance = torch.zeros_like(share)
+        if self.step_terms:
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights, size)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
         for chunk in chunks((weights > 0) | judged, size):
             states, teacher = self._teach(target, top, batch, vocab, chunk)

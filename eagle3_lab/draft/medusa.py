@@ -53,7 +53,8 @@ class Medusa(DraftModel):
             if size < 1:
                 raise ValueError(f"draft.{name} must be >= 1, got {size}")
         check_start(head)
-        self.steps, self.blocks_each, self.head = heads, num_layers, head
+        self.steps, self.blocks_each = heads, num_layers
+        self.head: HeadStart = head
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
         if width != target.spec.hidden:
