@@ -140,6 +140,10 @@ class DraftModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         loss.check(source, draft)
+        if draft.steps is not None and unroll.depth > draft.steps:
+            raise ValueError(
+                f"unroll.depth must be <= {draft.steps}, as many heads as the draft has, got {unroll.depth}"
+            )
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
         self.noise, self.seed = noise, seed
