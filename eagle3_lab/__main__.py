@@ -23,6 +23,7 @@ from eagle3_lab.errors import UserError, near
 VERBS: dict[str, tuple[str, str, str]] = {
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
+    "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""
@@ -49,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 2: a user's mistake, told in one line on stderr. 130: interrupted. A fault of ours is raised as it is.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run(list(sys.argv[1:] if argv is None else argv))
+        _refuse_bytes(words)
+        _run(words)
     except UserError as error:
         print(" ".join(str(error).split("\n")), file=sys.stderr)
         return 2
@@ -58,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _refuse_bytes(words: Sequence[str]) -> None:
+    """Refuse what is no text in this terminal's encoding: it could be neither parsed nor kept."""
+    for word in words:
+        if not word.isascii() and any("\udc80" <= letter <= "\udcff" for letter in word):
+            raise UserError(f"{word.encode(errors='surrogateescape')!r}: is no UTF-8 text")
 
 
 def split(arguments: Sequence[str]) -> Line:

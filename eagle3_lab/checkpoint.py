@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+import zipfile
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import DraftModel, FeatureSource, FrozenTarget, TargetSpec
@@ -92,9 +94,14 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, or one that is no checkpoint of this lab.
     """
-    if not path.is_file():
-        raise UserError(f"checkpoint: no file {path}; train one with `fit`")
+    _require_file(path)
     try:
+        if not path.stat().st_size:
+            raise ValueError("the file is empty")
+        with zipfile.ZipFile(path) as archive:  # torch reads past a wrong byte
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"its part {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged archive raises whatever its first wrong byte leads to
         said = " ".join(str(error).split())[:120]
@@ -104,10 +111,16 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def content_hash(path: Path) -> str:
-    """Identity of a checkpoint's bytes. Raises UserError where there is no such file."""
+def _require_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise UserError(f"checkpoint: {path} is no file; give one that `fit` wrote")
     if not path.is_file():
         raise UserError(f"checkpoint: no file {path}; train one with `fit`")
+
+
+def content_hash(path: Path) -> str:
+    """Identity of a checkpoint's bytes. Raises UserError where there is no such file."""
+    _require_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -137,25 +150,21 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
         UserError: trained for another target, or with other parts than these.
     """
     content = read(path)
-    said = content.get(KEY, {})
-    if "parts" not in said or VOCAB not in content.get("state_dict", {}):
-        raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
-    Identity(**said["target"]).refuse_other(target.spec, path)
-    if said["parts"] != _parts(source, draft):
+    trained_for, parts, weights = _told(content, path)
+    trained_for.refuse_other(target.spec, path)
+    if parts != _parts(source, draft):
         raise UserError(
-            f"{path}: holds {said['parts']}, the experiment has {_parts(source, draft)}; use a YAML with the same "
+            f"{path}: holds {parts}, the experiment has {_parts(source, draft)}; use a YAML with the same "
             "model.draft and model.features"
         )
-    offsets = content["state_dict"][VOCAB]
+    offsets = weights[VOCAB]
     try:
         draft.build(target, source.build(target), offsets + torch.arange(len(offsets)))
     except ValueError as error:
-        raise UserError(f"model: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     for name, part in (("source", source), ("draft", draft)):
         prefix = f"{name}."
-        state = {
-            key.removeprefix(prefix): value for key, value in content["state_dict"].items() if key.startswith(prefix)
-        }
+        state = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         try:
             part.load_state_dict(state)
         except (RuntimeError, ValueError) as error:  # other shapes; a vocabulary's two maps that disagree
@@ -164,3 +173,25 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
                 f"{path}: does not fit {type(part).__name__} ({why}); use the YAML it was trained with"
             ) from None
     return content
+
+
+def _told(content: dict[str, Any], path: Path) -> tuple[Identity, str, dict[str, Tensor]]:
+    """What a checkpoint was trained for, its parts and its weights. Raises UserError where it says no such thing."""
+    said, weights = content.get(KEY), content.get("state_dict")
+    known = {field.name: field.type for field in fields(Identity)}
+    try:
+        identity, parts = Identity(**{name: said["target"][name] for name in known}), said["parts"]  # type: ignore[index]
+        sound = [
+            isinstance(parts, str) and isinstance(weights, dict),
+            *(type(value).__name__ == known[name] for name, value in vars(identity).items()),
+            *(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()),
+            weights[VOCAB].ndim == 1 and weights[VOCAB].dtype == torch.int64,
+        ]
+    except (AttributeError, KeyError, TypeError):
+        sound = [False]
+    if not all(sound):
+        raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
+    for name, value in weights.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise UserError(f"{path}: {name} holds NaN or infinity; train another head, with a lower optimizer.lr")
+    return identity, parts, weights

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
+import eagle3_lab.decode.choices
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
 import eagle3_lab.draft.eagle1
+import eagle3_lab.draft.hydra
 import eagle3_lab.draft.layer
+import eagle3_lab.draft.lk
+import eagle3_lab.draft.medusa
 import eagle3_lab.draft.multiplicative
 import eagle3_lab.draft.noise
 import eagle3_lab.draft.source
@@ -25,6 +29,9 @@ from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.tracking import Tracking
 from eagle3_lab.train import Model, Optimization
 from eagle3_lab.training import Training
+
+LONGEST_NAME = 120
+"""Of an experiment, in bytes: it begins a folder's name, which file systems limit to 255."""
 
 SHOWN = ("name", "tracking", "budgets")
 """Keys that no result depends on."""
@@ -61,6 +68,14 @@ class Experiment:
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
     config: Config | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be within 0 .. 2**63 - 1, got {self.seed}")
+        if len(self.name.encode()) > LONGEST_NAME:
+            raise ValueError(f"name must be of at most {LONGEST_NAME} bytes, got {len(self.name.encode())}")
+        if not self.name or not self.name.isprintable() or "/" in self.name or self.name in (".", ".."):
+            raise ValueError(f"name must be usable as a folder's name (no / and no line break), got {self.name!r}")
 
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""

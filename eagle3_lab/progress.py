@@ -31,7 +31,7 @@ class Stage:
         clock: Callable[[], float],
     ) -> None:
         self.name, self.unit, self.total, self.budget_s = name, unit, total, budget_s
-        self.done = 0
+        self.done = self._begun = 0
         self._extra: dict[str, int] = {}
         self._reused = False
         self._out, self._clock = out, clock
@@ -51,6 +51,12 @@ class Stage:
         if self._clock() - self._shown >= (TERMINAL_EVERY if self._terminal else LOG_EVERY):
             self._show()
 
+    def begin_at(self, done: int, total: int) -> None:
+        """``done`` of ``total`` units were done before this stage began, as in a run that goes on: they took none of
+        its time, so no rate and no time left is reckoned from them."""
+        self.done = self._begun = done
+        self.total = total
+
     def reused(self) -> None:
         """Nothing had to be done: what the stage makes is there already, unchanged."""
         self._reused = True
@@ -64,14 +70,17 @@ class Stage:
     def _rates(self) -> list[str]:
         """The extras' rates if any are counted, else the units': one is enough on a line."""
         seconds = self.seconds
-        counts = self._extra or {self.unit: self.done}
+        if self.total == 1:  # one thing has no rate
+            return []
+        counts = self._extra or {self.unit: self.done - self._begun}
         return [f"{rate(count, seconds)} {what}/s" for what, count in counts.items() if count and seconds > 0]
 
     def _left(self) -> list[str]:
         budget = [] if self.budget_s is None else [f"budget {duration(self.budget_s)}"]
-        if not self.done or self.total is None:
+        now = self.done - self._begun
+        if not now or self.total is None or self.done >= self.total:
             return budget
-        return [f"{duration(self.seconds / self.done * (self.total - self.done))} left", *budget]
+        return [f"{duration(self.seconds / now * (self.total - self.done))} left", *budget]
 
     def _write(self, line: str, last: bool) -> None:
         if self._terminal:

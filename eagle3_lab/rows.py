@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle3_lab.types import PADDING
 
-Mask = Literal["drafted", "official", "root"]
+Mask = Literal["drafted", "official", "root", "predicted"]
 Edge = Literal["counted", "dropped"]
 
 
@@ -46,7 +46,7 @@ def row_weights(
 ) -> Float[Tensor, "B T"]:
     """Weight (0 or 1, float32) of row ``t`` at step ``s``.
 
-    Three rules, on one document  u u A A A  (u: not supervised, A: an answer's tokens), T = 5:
+    Four rules, on one document  u u A A A  (u: not supervised, A: an answer's tokens), T = 5:
 
         ``drafted``  1 iff x[t+1] .. x[t+2+s] are all supervised tokens of one answer: the rows a decoder could draft
                      at (the first answer token is the target's own, at prefill).
@@ -56,9 +56,12 @@ def row_weights(
                      s = 0, dropped: 0 0 1 1 0    s = 0, counted: 0 0 1 1 1    s = 1, dropped: 0 1 1 0 0
         ``root``     m[t+1+s], as speculators and ModelOpt train.
                      s = 0: 0 1 1 1 0 (the last teaches what follows the end token)    s = 1: 1 1 1 0 0
+        ``predicted`` m[t+2+s], as Medusa and Hydra train: every token of the answer is predicted, the first too.
+                     s = 0: 1 1 1 0 0    s = 1: 1 1 0 0 0
 
     Source: SafeAILab/EAGLE cb7e084 traineagle3/cnets.py:714-868 (official), vllm-project/speculators c05b95b
-    models/eagle3/data.py:24-44 (root); ``drafted`` is ours.
+    models/eagle3/data.py:24-44 (root), FasterDecoding/Medusa 0bfdcd2 medusa/train/train_legacy.py:69-79 (predicted);
+    ``drafted`` is ours.
     """
     if mask == "drafted":
         keep = same_document(document, 2 + s)
@@ -70,5 +73,6 @@ def row_weights(
         if edge == "dropped":
             keep = keep & same_document(document, 1 + s)
         return keep.float()
-    keep = shift(supervised, 1 + s, False) & same_document(document, 1 + s)
+    ahead = 1 if mask == "root" else 2
+    keep = shift(supervised, ahead + s, False) & same_document(document, ahead + s)
     return keep.float()

@@ -9,6 +9,7 @@ was moved has its locations rewritten first: :func:`relocate`. Tables and column
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -69,7 +70,16 @@ def ui_command(folder: Path, port: int = 5000) -> list[str]:
         "--default-artifact-root",
         (folder.resolve() / "artifacts").as_uri(),
     ]
-    return ["mlflow", "ui", *store, "--port", str(port), "--workers", "1"]
+    return [*_mlflow(), "ui", *store, "--port", str(port), "--workers", "1"]
+
+
+def _mlflow() -> list[str]:
+    """How to call mlflow as it stands beside this Python, whether or not its environment is active."""
+    beside = Path(sys.executable).with_name("mlflow")
+    found = shutil.which("mlflow")
+    if found is not None and Path(found).resolve() == beside.resolve():
+        return ["mlflow"]
+    return [sys.executable, "-m", "mlflow"]
 
 
 def serve_ui(folder: Path, port: int = 5000) -> int:
@@ -81,6 +91,4 @@ def serve_ui(folder: Path, port: int = 5000) -> int:
         raise UserError(f"{folder}: no runs here yet (no mlflow.db)")
     relocate(folder)
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no jobs to wait for
-    return subprocess.run(
-        (sys.executable, "-m", *ui_command(folder, port)), env=os.environ | quiet, check=False
-    ).returncode
+    return subprocess.run(ui_command(folder, port), env=os.environ | quiet, check=False).returncode

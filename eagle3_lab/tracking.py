@@ -37,6 +37,7 @@ __all__ = ["Run", "Status", "Tracking", "open_run", "serve_ui", "store_uri", "ui
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LONGEST_PARAM = 500
+KINDS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 shows it as one of prompts and traces
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
 
 
@@ -71,8 +72,8 @@ class Run:
 
     @property
     def page(self) -> str:
-        """The run's page below the UI's address."""
-        return f"#/experiments/{self.experiment_id}/runs/{self.id}"
+        """The address of the run's page, where the UI is served as :func:`ui_command` says."""
+        return f"http://127.0.0.1:5000/#/experiments/{self.experiment_id}/runs/{self.id}"
 
     def log_params(self, tree: Mapping[str, object]) -> None:
         """Log a nested configuration under the keys of :func:`eagle3_lab.parameters.flatten`. A value of more than 500
@@ -251,7 +252,7 @@ def _experiment(client: mlflow.tracking.MlflowClient, folder: Path, name: str) -
         place = "artifacts/" + re.sub(r"[^\w.-]+", "_", name)
         (folder / place).mkdir(parents=True, exist_ok=True)
         try:
-            return client.create_experiment(name, (folder / place).as_uri(), tags={PLACE_TAG: place})
+            return client.create_experiment(name, (folder / place).as_uri(), tags=KINDS | {PLACE_TAG: place})
         except MlflowException:  # another process was faster
             found = client.get_experiment_by_name(name)
             if found is None:

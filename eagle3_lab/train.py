@@ -22,7 +22,7 @@ from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
 from eagle3_lab.draft.noise import FeatureNoise
 from eagle3_lab.draft.teacher import Oov
-from eagle3_lab.draft.terms import FeatureTerm, RowTerm
+from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable
 from eagle3_lab.rows import Edge, Mask
@@ -56,7 +56,7 @@ class Model:
     features: FeatureSource
     draft: DraftModel
     unroll: Unroll
-    losses: list[RowTerm | FeatureTerm]
+    losses: list[RowTerm | StepTerm | FeatureTerm]
     step_decay: float = 0.8
     draft_vocab: int | None = None
     mask: Mask = "drafted"
@@ -96,8 +96,8 @@ class Optimization:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr must be > 0, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"optimizer.lr must be > 0 and finite, got {self.lr}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optimizer.warmup must be in [0, 1), a share of all steps, got {self.warmup}")
         if not 0 <= self.final <= 1:
@@ -140,6 +140,10 @@ class DraftModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         loss.check(source, draft)
+        if draft.steps is not None and unroll.depth > draft.steps:
+            raise ValueError(
+                f"unroll.depth must be <= {draft.steps}, as many heads as the draft has, got {unroll.depth}"
+            )
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
         self.noise, self.seed = noise, seed

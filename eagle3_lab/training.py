@@ -24,6 +24,8 @@ Products = Literal["auto", "bfloat16", "float32"]
 
 CURVE_POINTS = 1000
 
+MOST_STEPS = 10**9
+
 # Said by Lightning 2.6 of things that are meant, or that are its own: (category, beginning of the message).
 KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),  # under torch 2.13
@@ -73,6 +75,8 @@ class Training:
             raise ValueError(f"trainer.save_every_minutes must be > 0, got {save_every_minutes}")
         if max_steps == -1 == max_epochs:
             raise ValueError("trainer.max_steps or trainer.max_epochs must be >= 1: the schedule needs a last step")
+        if max_steps != -1 and not 1 <= max_steps <= MOST_STEPS:
+            raise ValueError(f"trainer.max_steps must be within 1 .. {MOST_STEPS}, or -1 for no limit, got {max_steps}")
         self.products: Products = products
         self.named_precision = precision
         self.save_every_minutes = save_every_minutes

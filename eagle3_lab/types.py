@@ -189,7 +189,10 @@ class FeatureSource(nn.Module, ABC):
 
 
 class DraftModel(nn.Module, ABC):
-    """A draft head: from a carry and the next tokens to the next carry and to draft logits."""
+    """A draft head: from a carry and the next tokens to the next carry and to draft logits. ``steps``: how many steps
+    ahead it can draft; None: any number."""
+
+    steps: int | None = None
 
     @abstractmethod
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import abc
 import copy
 import doctest
+import gc
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -502,6 +504,7 @@ def test_two_classes_of_one_name_must_be_told_apart() -> None:
     with pytest.raises(ConfigError, match=r"'ToySoft' is the name of 2 classes; write one of .*toy_twin\.ToySoft"):
         checked({"model": {**MODEL, "losses": ["ToySoft"]}, "trainer": {}})
     del twin
+    gc.collect()  # a class is a cycle: the twin would be met by the tests that follow
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -573,7 +576,27 @@ ERRORS = [
     ("{depth: 7}", "{depth: 7", [],
      "experiments/case.yaml:7: expected ',' or '}', but got ':'"),
     ("seed: 3", "seed: 3\n1: 4", [],
-     "experiments/case.yaml: key 1 is no text; write '1'"),
+     "experiments/case.yaml:13: key '1' is no text; put it in quotes"),
+    ("seed: 3", "seed: 3\nnull: 4", [],
+     "experiments/case.yaml:13: key 'null' is no text; put it in quotes"),
+    ("seed: 3", "seed: 3\n---\nseed: 4", [],
+     "experiments/case.yaml:13: expected a single document in the stream, but found another document"),
+    ("seed: 3", "seed: 3\nnote: &a [*a]", [],
+     "experiments/case.yaml: is nested too deeply, or an alias (*name) stands within itself"),
+    ("seed: 3", "seed: 3\nnote: " + "[" * 3000 + "]" * 3000, [],
+     "experiments/case.yaml: is nested too deeply, or an alias (*name) stands within itself"),
+    ("step_decay: ${let.decay}", "step_decay: .nan", [],
+     "experiments/case.yaml:11: step_decay: expected a finite number, got nan"),
+    ("", "", ["--let.decay", "1e400"],
+     "experiments/case.yaml:8: model.losses.0.decay: expected a finite number, got inf"),
+    ("seed: 3", "seed: " + "9" * 5000, [],
+     "experiments/case.yaml: Exceeds the limit (4300 digits) for integer string conversion"),
+    ("", "", ["--seed", "9" * 5000],
+     "--seed: Exceeds the limit (4300 digits) for integer string conversion"),
+    ("", "", ["--model.optimizer", "..x"],
+     "command line: model.optimizer: '..x' is no path of a class; write module.Class"),
+    ("", "", ["--note", "a\udcff"],
+     "b'a\\xff': is no UTF-8 text"),
     ("seed: 3", "seed: 3\nmodel.unroll: {}", [],
      ("experiments/case.yaml:13: model.unroll: unknown key; legal: again, count, dry_run, how, json, "
       "model, note, prompt, seed, step_decay, tags, trainer")),
@@ -602,7 +625,7 @@ ERRORS = [
     ("", "", ["--model.optimizer", "{class_path: SGD, init_args: {lrr: 1}}"],
      "command line: model.optimizer.lrr: unknown key; did you mean 'lr'?"),
     ("", "", ["--model.losses", "ToySoft"],
-     "command line: model.losses: expected a list of ToyTerm, got 'ToySoft'"),
+     "command line: model.losses: expected a list of ToyTerm, got 'ToySoft'; a list of one is [ToySoft]"),
     ("", "", ["--model.table", "{a: {class_path: ToySoft, init_args: {wieght: 1}}}"],
      "command line: model.table.a.wieght: unknown key; did you mean 'weight'?"),
     ("", "", ["--trainer", "common/trainr.yaml"],
@@ -664,8 +687,36 @@ def test_a_file_that_is_no_experiment_is_refused(lab: Path, text: str, line: str
 
 def test_a_file_that_is_not_utf8_is_refused(lab: Path) -> None:
     Path("experiments/case.yaml").write_bytes(b"note: \xff\n")
-    with pytest.raises(ConfigError, match=r"^experiments/case\.yaml: cannot be read: "):
+    with pytest.raises(ConfigError, match=r"^experiments/case\.yaml: is no UTF-8 text \(byte 6\); save"):
         compose("experiments/case.yaml")
+
+
+def test_an_empty_file_is_refused_as_such(lab: Path) -> None:
+    Path("experiments/case.yaml").write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match=r"^experiments/case\.yaml: is empty; an experiment names at least"):
+        compose("experiments/case.yaml")
+
+
+def test_aliases_that_multiply_are_refused_at_once(lab: Path) -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    Path("experiments/case.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"^experiments/case\.yaml:1: more than 100000 values; aliases"):
+        compose("experiments/case.yaml")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [("1 / 0\n", r"mine\.py:1: ZeroDivisionError: division by zero"), ("def f(:\n", r"mine\.py:1: SyntaxError: ")],
+)
+def test_a_users_module_that_fails_to_import_costs_one_line_with_its_place(
+    lab: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, source: str, told: str
+) -> None:
+    (lab / "mine.py").write_text(source)
+    monkeypatch.syspath_prepend(lab)
+    code, out, err = run(capsys, "toy", "experiments/case.yaml", "--model.optimizer", "mine.Optimizer")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"command line: model\.optimizer: 'mine\.Optimizer' cannot be imported: .*{told}.*\n", err)
 
 
 def test_an_interpolation_cycle_is_refused(lab: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_run_keeps_its_parameters_metrics_tags_texts_and_status(tracking: Trac
     history = client(run.folder).get_metric_history(run.id, "train/loss")
     assert [(m.step, m.value) for m in history] == [(10, 2.5), (20, 1.5)]
     assert {f.path for f in client(run.folder).list_artifacts(run.id)} == {"config.yaml", "report"}
-    assert run.page == f"#/experiments/{kept.info.experiment_id}/runs/{run.id}"
+    assert run.page == f"http://127.0.0.1:5000/#/experiments/{kept.info.experiment_id}/runs/{run.id}"
 
 
 def test_everything_lands_below_the_folder(tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_the_ui_serves_the_files_of_a_moved_folder(tracking: Tracking, tmp_path:
     tracking.folder.rename(moved)
     relocate(moved)
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen([sys.executable, "-m", *ui_command(moved, free_port)], env=environment)
+    server = subprocess.Popen(ui_command(moved, free_port), env=environment)
     try:
         base = f"http://127.0.0.1:{free_port}"
         wait_for(lambda: urllib.request.urlopen(f"{base}/health", timeout=5).read() == b"OK", seconds=300)

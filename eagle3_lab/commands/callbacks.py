@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from types import FrameType
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from eagle3_lab.errors import UserError
 from eagle3_lab.progress import Stage
 from eagle3_lab.types import Batch
 
@@ -22,14 +25,36 @@ class Reporter(Callback):
         self._stage = progress
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stage.total = int(trainer.estimated_stepping_batches)
-        self._stage.done = trainer.global_step
+        self._stage.begin_at(trainer.global_step, int(trainer.estimated_stepping_batches))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         steps = trainer.global_step - self._stage.done
         self._stage.advance(steps, tokens=int((batch.document >= 0).sum()))
+
+
+class Finite(Callback):
+    """Ends a training that has come to nothing: no NaN is trained on, logged as a curve, or written as a head.
+
+    Raises:
+        UserError: at a step that is logged, for a loss that is NaN or infinite; at the end, for such a parameter.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        loss = trainer.logged_metrics.get("train/loss")  # on the host already, where a logger has read it
+        if loss is not None and not math.isfinite(float(loss)):
+            raise UserError(f"training: the loss is {float(loss)} at step {trainer.global_step}; {ADVICE}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad and not bool(parameter.isfinite().all()):
+                raise UserError(f"training: {name} is not finite after step {trainer.global_step}; {ADVICE}")
+
+
+ADVICE = "lower optimizer.lr, or set trainer.gradient_clip_val"
 
 
 class Interrupts(Callback):
@@ -78,3 +103,4 @@ class Interrupts(Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._leave()
         self._signalled = True
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)

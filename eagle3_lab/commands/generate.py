@@ -16,7 +16,7 @@ from eagle3_lab.commands.stream import Ink, TextStream
 from eagle3_lab.commands.work import DRAFT, Work
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.loop import OnTokens, decode
+from eagle3_lab.decode.loop import OnTokens, decode, room
 from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError, near
@@ -130,7 +130,7 @@ class Speaker:
 
     def _decode(self, ids: Sequence[int], on_tokens: OnTokens) -> Decoded:
         target, proposer = self._target, self._proposer
-        capacity = len(ids) + self._limit + proposer.nodes + 1
+        capacity = room(len(ids), self._limit, target.spec.max_positions, proposer)
         (decoded,) = decode(
             target.open(1, capacity, proposer.needs | Needs(logits=True)),
             proposer,

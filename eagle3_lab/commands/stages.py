@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands.callbacks import Interrupts, Reporter
+from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter
 from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
@@ -138,6 +138,8 @@ def train_head(experiment: Experiment, module: DraftModule, data: ConversationDa
     going_on = work.last if work.last.is_file() else None
     run.set_tags({"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()})
     print(f"training: products in {precision} ({why})", file=sys.stderr)
+    if going_on is not None:
+        print(f"training: goes on from {going_on}, in run {run.id}", file=sys.stderr)
     saver = ModelCheckpoint(
         dirpath=work.folder,
         filename=work.last.stem,
@@ -148,7 +150,7 @@ def train_head(experiment: Experiment, module: DraftModule, data: ConversationDa
     )
     interrupts = Interrupts()
     with quiet_lightning(), stage("training", "steps", None, experiment.budgets.get("training")) as s:
-        callbacks = [saver, Reporter(s), interrupts]
+        callbacks = [saver, Reporter(s), Finite(), interrupts]
         trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
         try:
             with interrupts.caught():

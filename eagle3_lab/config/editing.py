@@ -156,4 +156,6 @@ def _value_of(key: str, text: str) -> Node:
         return text
     except OmegaConfBaseException as error:
         raise ConfigError(f"--{key}: {first_line(error)}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"--{key}: {first_line(error).partition(':')[0]}") from None
     return tree["v"] if isinstance(tree, dict) and tree.keys() == {"v"} else text

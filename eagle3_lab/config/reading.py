@@ -26,6 +26,11 @@ from eagle3_lab.errors import ConfigError, near
 Node: TypeAlias = Any
 """A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""
 
+TEXT_TAG = "tag:yaml.org,2002:str"
+
+MOST_NODES = 100_000
+"""No experiment is as large; a few lines of aliases are."""
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -68,6 +73,8 @@ def read(path: Path, *, root: Path | None = None) -> Document:
     tree = _Reader(path.parent if root is None else root, where).file(path, key="", chain=())
     if not isinstance(tree, dict):
         raise ConfigError(f"{label(path)}: expected a mapping at the top, got a list")
+    if not tree:
+        raise ConfigError(f"{label(path)}: is empty; an experiment names at least target, data and model")
     return Document(tree, where)
 
 
@@ -165,6 +172,7 @@ class _Reader:
     def __init__(self, root: Path, where: dict[str, str]) -> None:
         self.root = root
         self.where = where
+        self._nodes = 0
 
     def file(self, path: Path, *, key: str, chain: tuple[Path, ...]) -> Node:
         full = path.resolve()
@@ -199,13 +207,12 @@ class _Reader:
             if (folder / name).is_file():
                 return folder / name
         missing = next((f / name for f in folders if (f / name).parent.is_dir()), self.root / name)
-        there = [file.name for file in missing.parent.glob("*.yaml")] if missing.parent.is_dir() else []
+        there = [file.name for file in missing.parent.glob("*.yaml") if file.is_file()]  # none without a folder
         raise ConfigError(f"{place}no file {label(missing)}{near(missing.name, there, otherwise='there are')}")
 
     def _parse(self, path: Path, key: str) -> Node:
-        name = label(path)
+        name, text = label(path), _text(path)
         try:
-            text = path.read_text(encoding="utf-8")
             node = yaml.compose(text, Loader=yaml.SafeLoader)
             if node is not None:
                 self._mark(node, name, key)
@@ -215,16 +222,25 @@ class _Reader:
             return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise ConfigError(f"{name}{line}: {error.problem}") from None
+            said = error.problem or "is no YAML"
+            if said.startswith("but "):  # half a sentence, the other half is the context
+                said = f"{error.context}, {said}"
+            raise ConfigError(f"{name}{line}: {said}") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
         except OmegaConfBaseException as error:
             below = join(key, dotted(error.full_key)) if error.full_key else key
             raise ConfigError(f"{locate(self.where, below, otherwise=name)}{below}: {first_line(error)}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name}: cannot be read: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{name}: is nested too deeply, or an alias (*name) stands within itself") from None
+        except ValueError as error:  # a number of thousands of digits
+            raise ConfigError(f"{name}: {first_line(error).partition(':')[0]}") from None
 
     def _mark(self, node: yaml.Node, file: str, key: str) -> None:
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"{file}:{line}: more than {MOST_NODES} values; aliases (*name) of aliases multiply")
         if isinstance(node, yaml.MappingNode):
             # `<<` first: what is written beside it is stronger
             for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
@@ -232,14 +248,27 @@ class _Reader:
                     for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                         self._mark(merged, file, key)
                     continue
+                line = name.start_mark.line + 1
+                if name.tag != TEXT_TAG:
+                    raise ConfigError(f"{file}:{line}: key {show(name.value)} is no text; put it in quotes")
                 below = join(key, name.value)
                 if name.value != "init_args":
-                    self.where[plain_key(below)] = f"{file}:{name.start_mark.line + 1}"
+                    self.where[plain_key(below)] = f"{file}:{line}"
                 self._mark(value, file, below)
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self.where[plain_key(join(key, index))] = f"{file}:{item.start_mark.line + 1}"
                 self._mark(item, file, join(key, index))
+
+
+def _text(path: Path) -> str:
+    """The content of a file. Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label(path)}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{label(path)}: cannot be read: {error}") from None
 
 
 def dotted(full_key: str) -> str:

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import inspect
+import traceback
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator
@@ -195,6 +196,8 @@ def find_class(name: object, bases: tuple[type, ...]) -> type | None:
 
 def _import(path: str) -> object:
     module, _, rest = path.rpartition(".")
+    if not all(name.isidentifier() for name in path.split(".")):
+        raise NoPartError(f"{path!r} is no path of a class; write module.Class")
     names = [rest]
     while module:
         try:
@@ -206,12 +209,24 @@ def _import(path: str) -> object:
             module, _, last = module.rpartition(".")
             names.insert(0, last)
             continue
+        except Exception as error:  # noqa: BLE001 - a user's own module, whatever is wrong in it
+            raise NoPartError(f"{path!r} cannot be imported: {_told(error, module)}") from None
         for name in names:
             if name not in dir(found):
                 raise NoPartError(f"{path!r}: {found.__name__} has no {name}{near(name, dir(found), otherwise='')}")
             found = getattr(found, name)
         return found
     raise NoPartError(f"{path!r} cannot be imported: no module {path.partition('.')[0]}")
+
+
+def _told(error: Exception, module: str) -> str:
+    """An error of a module that was being imported, with its last line outside of libraries' import machinery."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if len(frames) > 1 else f"{module}: "
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}: "
+    message = str(error).splitlines()
+    return f"{place}{type(error).__name__}{f': {message[0]}' if message else ''}"
 
 
 def fits(value: object, kind: Kind) -> bool:

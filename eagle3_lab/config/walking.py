@@ -8,6 +8,7 @@ an unknown key whose value is `{}` without a word. And its messages have no list
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -77,10 +78,18 @@ class Walk:
             part = self.part({"class_path": node}, kinds, bases, key=key, default=default)
             if part is not None:
                 return part
+        self._judge(node, kind, key)
+        return node
+
+    def _judge(self, node: Node, kind: schema.Kind, key: str) -> None:
+        """Refuse a value that is no part and holds none."""
+        if isinstance(node, float) and not math.isfinite(node):
+            raise self.error(key, f"expected a finite number, got {node}")
         if self.values_too and not schema.fits(node, kind):
             close = near(node, names_of(kind), otherwise="") if isinstance(node, str) else ""
+            if isinstance(node, str) and any(get_origin(k) in (list, Sequence) for k in schema.members(kind)):
+                close = f"; a list of one is [{node}]"
             raise self.error(key, f"expected {words(kind)}, got {show(node)}{close}")
-        return node
 
     def part(
         self,

@@ -9,6 +9,7 @@ Knows no tokenizer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,11 @@ def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, .
         if type(value) not in kind:  # not isinstance: True is no temperature
             raise UserError(f"{place}: {key} is {say(value)}; {' or '.join(k.__name__ for k in kind)} is needed")
         said[key] = value
+    if not 0 <= said.get("temperature", 0) < math.inf:
+        raise UserError(f"{place}: temperature is {said['temperature']}; a number from 0 is needed")
+    for key, value in (("id", str(record.get("id", ""))), ("source", said.get("source", ""))):
+        if not whole_characters(value):
+            raise UserError(f"{place}: {key} holds half a surrogate pair; whole characters are needed")
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.paths import local_path
 
 PACKAGE = "package:"
 """Before a name: a .jsonl or .jsonl.gz of the package's own resources, without its ending."""
@@ -20,7 +21,9 @@ PACKAGE = "package:"
 def locate(path: str) -> Path:
     """The file that ``path`` names: a local one, or ``package:NAME``. Raises UserError where there is none."""
     if not path.startswith(PACKAGE):
-        file = Path(path).expanduser()
+        file = local_path(path)
+        if file.is_dir():
+            raise UserError(f"{path}: is a folder; a .jsonl, .jsonl.gz or .json file is needed")
         if not file.is_file():
             raise UserError(f"no file {path}; a .jsonl, .jsonl.gz or .json file, or 'package:conversations'")
         return file
@@ -61,6 +64,8 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield place, _object(_parse(text, file.name, number), place)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file.name}: cannot be unpacked ({error}); a whole gzip file is needed") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); a file that can is needed") from None
     if count == 0:
         raise UserError(f"{file.name}: empty; one JSON object a line is needed")
 
@@ -96,6 +101,10 @@ def _parse(text: str, name: str, number: int) -> Any:  # noqa: ANN401  JSON has 
         line = number + text.count("\n", 0, error.pos)
         fault = f"broken JSON ({error.msg}, column {error.colno})"
         raise UserError(f"{name}:{line}: {fault}; valid JSON is needed") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{name}:{number}: {str(error).partition(':')[0]}; shorter numbers are needed") from None
+    except RecursionError:
+        raise UserError(f"{name}:{number}: nested too deeply; a flat JSON object is needed") from None
 
 
 def _object(value: object, place: str) -> dict[str, Any]:

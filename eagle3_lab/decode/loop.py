@@ -53,7 +53,7 @@ def decode(
     are decoded plainly, with the root and padding for a tree; once no living row is below it the proposer is neither
     asked nor told any more.
 
-    ``session`` must be fresh, with room for ``L + max_new_tokens + proposer.nodes + 1`` tokens a row.
+    ``session`` must be fresh, with :func:`room` for the tokens of a row.
 
     Raises UserError for an empty prompt, for one that leaves no room in the context, and where the target's logits are
     NaN; ValueError for ``max_new_tokens`` < 1 and a wrong number of generators.
@@ -63,7 +63,7 @@ def decode(
     rows = _rows(lengths.tolist(), prompt.shape[1], max_new_tokens, context_limit)
     if len(generators) != len(rows):
         raise ValueError(f"generators must be one a row: {len(rows)} rows, got {len(generators)}")
-    capacity = prompt.shape[1] + max_new_tokens + proposer.nodes + 1
+    capacity = room(prompt.shape[1], max_new_tokens, context_limit, proposer)
     state = _State(prompt, lengths, capacity, [row.limit for row in rows])
     ends = torch.tensor(list(end_tokens), dtype=torch.long, device=prompt.device)
 
@@ -99,6 +99,12 @@ def decode(
             proposer.observe(tree, verdict, out)
             clock.lap("draft")
     return [row.decoded({k: v / len(rows) for k, v in clock.seconds().items()}) for row in rows]
+
+
+def room(width: int, max_new_tokens: int, context_limit: int, proposer: Proposer) -> int:
+    """Slots that prompts of ``width`` tokens, their answers and a round's nodes take in a cache, a row: however long an
+    answer is allowed to be, it ends with the context."""
+    return width + min(max_new_tokens, context_limit) + proposer.nodes + 1
 
 
 class _State:

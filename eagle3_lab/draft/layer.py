@@ -132,12 +132,14 @@ class Eagle3(DraftModel):
     Sizes left None are the target's own. ``head`` says how the head's rows begin: "target" copies the target's rows
     of the draft vocabulary and trains them, "frozen" copies and keeps them, "random" trains from scratch (official).
     ``rope_base`` None is the target's own rotary embedding; a number is the plain one of that base (the official
-    training code uses 10000 whatever the target's configuration says).
+    training code uses 10000 whatever the target's configuration says). ``feedback`` is what the next step reads of
+    this one: its output as it is ("pre_norm", official), or what the head reads ("post_norm", EAGLE-3.1).
 
     Raises:
         ValueError: for sizes that do not fit, at construction or, where the target decides, in ``build``.
 
-    Source: SafeAILab/EAGLE cb7e084 traineagle3/cnets.py; "frozen": vllm-project/speculators c05b95b model.py:66-77.
+    Source: SafeAILab/EAGLE cb7e084 traineagle3/cnets.py; "frozen": vllm-project/speculators c05b95b model.py:66-77;
+    "post_norm": EAGLE-3.1 (arXiv 2605.09992), speculators core.py:302-306.
     """
 
     layers: nn.ModuleList
@@ -154,9 +156,13 @@ class Eagle3(DraftModel):
         head_dim: int | None = None,
         head: Literal["target", "frozen", "random"] = "target",
         rope_base: float | None = None,
+        feedback: Literal["pre_norm", "post_norm"] = "pre_norm",
     ) -> None:
         super().__init__()
         self.body = Body(num_layers, intermediate, heads, kv_heads, head_dim, rope_base)
+        if feedback not in ("pre_norm", "post_norm"):
+            raise ValueError(f"draft.feedback must be one of pre_norm, post_norm, got {feedback!r}")
+        self.feedback = feedback
         if head not in ("target", "frozen", "random"):
             raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
         self.head = head
@@ -188,7 +194,8 @@ class Eagle3(DraftModel):
         hidden = first.fuse(embedding, carry, angles, rows, context)
         for layer in others:
             hidden = layer(hidden, angles, rows, context)
-        return DraftOut(head_in=self.norm(hidden), carry=hidden)
+        head_in = self.norm(hidden)
+        return DraftOut(head_in=head_in, carry=hidden if self.feedback == "pre_norm" else head_in)
 
     def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
         return self.lm_head(head_in)

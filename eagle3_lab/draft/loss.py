@@ -10,7 +10,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,8 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.chunked import Chunk, Collected, chunks
-from eagle3_lab.draft.teacher import Oov, Teacher, teach
-from eagle3_lab.draft.terms import FeatureTerm, RowTerm, TopKCE
+from eagle3_lab.draft.teacher import Oov, Teacher, draft_ids, teach
+from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm, TopKCE
+from eagle3_lab.draft.vocab import OUTSIDE
 from eagle3_lab.rows import Edge, Mask, row_weights
 from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget
 
@@ -68,7 +69,7 @@ class UnrolledLoss:
 
     def __init__(
         self,
-        terms: Sequence[RowTerm | FeatureTerm],
+        terms: Sequence[RowTerm | StepTerm | FeatureTerm],
         step_decay: float = 0.8,
         mask: Mask = "drafted",
         edge: Edge = "dropped",
@@ -89,6 +90,7 @@ class UnrolledLoss:
         if budget_mib < 1:
             raise ValueError(f"budget_mib must be >= 1, got {budget_mib}")
         self.row_terms = [term for term in terms if isinstance(term, RowTerm) and term.weight > 0]
+        self.step_terms = [term for term in terms if isinstance(term, StepTerm) and term.weight > 0]
         self.feature_terms = [term for term in terms if isinstance(term, FeatureTerm) and term.weight > 0]
         self.step_decay = step_decay
         self.mask: Mask = mask
@@ -154,9 +156,13 @@ class UnrolledLoss:
         sums, by_row = torch.zeros_like(share), (batch.ids.numel(), depth)
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
+        size = self.rows_at_once(target, vocab, wide)
+        acceptance = torch.zeros_like(share)
+        if self.step_terms:
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights, size)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
-        for chunk in chunks((weights > 0) | judged, self.rows_at_once(target, vocab, wide)):
-            states, teacher = self._teach(target, top, vocab, chunk)
+        for chunk in chunks((weights > 0) | judged, size):
+            states, teacher = self._teach(target, top, batch, vocab, chunk)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
                 law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
@@ -165,7 +171,7 @@ class UnrolledLoss:
                 with torch.no_grad():
                     hit[place, s] = vocab[log_q.argmax(-1)] == law.argmax
                     overlap[place, s] = law.overlap(log_q).to(wide)
-                losses = self._row_losses(log_q, law) + self._feature_losses(leaf, states, slot)
+                losses = self._row_losses(log_q, law, acceptance[s]) + self._feature_losses(leaf, states, slot)
                 loss = (losses * weights[..., s].flatten()[place]).sum()
                 sums[s] += loss.detach()
                 if collected is not None:
@@ -181,10 +187,34 @@ class UnrolledLoss:
         row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
         return max(1, self.budget_mib * MIB // row)
 
-    def _row_losses(self, log_q: Tensor, law: Teacher) -> Tensor:
+    @torch.no_grad()
+    def _acceptance(
+        self,
+        draft: DraftModel,
+        steps: Sequence[DraftOut],
+        batch: Batch,
+        target: FrozenTarget,
+        top: Tensor,
+        weights: Tensor,
+        size: int,
+    ) -> Float[Tensor, " S"]:
+        """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
+        total = weights.new_zeros((2, len(steps)), dtype=torch.promote_types(weights.dtype, torch.float32))
+        for chunk in chunks(weights > 0, size):
+            _, teacher = self._teach(target, top, batch, draft.vocab, chunk)
+            for piece in chunk.pieces:
+                s, law = piece.step, teacher.rows(piece.slot)
+                weight = weights[..., s].flatten()[piece.place] * law.taught
+                log_q = _log_law(draft.logits(steps[s].head_in.flatten(0, 1)[piece.place], s))
+                total[:, s] += torch.stack(((weight * law.overlap(log_q)).sum(), weight.sum()))
+        return total[0] / total[1].clamp(min=1)
+
+    def _row_losses(self, log_q: Tensor, law: Teacher, acceptance: Tensor) -> Tensor:
         total = log_q.new_zeros(log_q.shape[0])
         for term in self.row_terms:
             total = total + term.weight * term.per_row(log_q, law)
+        for term in self.step_terms:
+            total = total + term.weight * term.per_row(log_q, law, acceptance)
         return total * law.taught
 
     def _feature_losses(self, head_in: Tensor, states: Tensor, slot: Tensor) -> Tensor:
@@ -193,14 +223,19 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(head_in, states[slot])
         return total
 
-    def _teach(self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk) -> tuple[Tensor, Teacher]:
+    def _teach(
+        self, target: FrozenTarget, top: Tensor, batch: Batch, vocab: Tensor, chunk: Chunk
+    ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
         states = top[chunk.row, chunk.column.clamp(max=last)]
-        if self.edge == "dropped":
-            return states, teach(target, states, vocab, self.oov)
-        blank = chunk.column > last
-        return states.masked_fill(blank[:, None], 0), teach(target, states, vocab, self.oov, blank)
+        following = batch.ids[chunk.row, (chunk.column + 1).clamp(max=last)]
+        said = torch.where(chunk.column < last, draft_ids(following, vocab), OUTSIDE)
+        blank = None
+        if self.edge == "counted":
+            blank = chunk.column > last
+            states = states.masked_fill(blank[:, None], 0)
+        return states, replace(teach(target, states, vocab, self.oov, blank), said=said)
 
 
 def _log_law(logits: Tensor) -> Tensor:

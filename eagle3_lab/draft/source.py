@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from eagle3_lab.draft.layer import RMSNorm
 from eagle3_lab.types import FeatureSource, FrozenTarget
 
 
@@ -23,18 +24,24 @@ class FusedFeature(FeatureSource):
 
         n = 32: 2 16 29      n = 7: 2 3 4      n = 6: 1 3 5      n = 5: 1 2 4      n = 4: 1 2 3
 
+    ``normed``: each state passes an RMSNorm of its own before they are joined (EAGLE-3.1), so that none drowns the
+    others; the residual stream's size differs by orders of magnitude between layers and tokens.
+
     Raises:
         ValueError: from ``layers`` and ``build``, if the target is too small for the default or an id is out of
             range, repeated or out of order.
 
     Source: EAGLE-3 (arXiv 2503.01840) section 3.1; SafeAILab/EAGLE cb7e084 traineagle3/modeling_llama_kv.py:1139
     (which states), traineagle3/cnets.py:501 (fc). The rule for n < 7 is ours: the official one repeats an id there.
+    ``normed``: EAGLE-3.1 (arXiv 2605.09992); vllm-project/speculators c05b95b eagle3/config.py:43-96 (``fc_norm``).
     """
 
     fc: nn.Linear
+    fc_norm: nn.ModuleList
 
-    def __init__(self, layers: list[int] | None = None) -> None:
+    def __init__(self, layers: list[int] | None = None, normed: bool = False) -> None:
         super().__init__()
+        self.normed = normed
         self.layer_ids = None if layers is None else tuple(layers)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -47,13 +54,18 @@ class FusedFeature(FeatureSource):
         return ids
 
     def build(self, target: FrozenTarget) -> int:
-        width = target.spec.hidden
-        self.fc = nn.Linear(len(self.layers(target.spec.layers)) * width, width, bias=False)
+        width, states = target.spec.hidden, len(self.layers(target.spec.layers))
+        self.fc = nn.Linear(states * width, width, bias=False)
+        norms = [RMSNorm(width, target.spec.rms_eps) for _ in range(states)] if self.normed else []
+        self.fc_norm = nn.ModuleList(norms)
         return width
 
     def forward(self, taps: tuple[Float[Tensor, "B T Dt"], ...]) -> Float[Tensor, "B T D"]:
         # the target may run in a narrower dtype than the trained projection
-        return self.fc(torch.cat(taps, dim=-1).to(self.fc.weight.dtype))
+        states = [tap.to(self.fc.weight.dtype) for tap in taps]
+        if self.normed:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        return self.fc(torch.cat(states, dim=-1))
 
 
 class TopFeature(FeatureSource):

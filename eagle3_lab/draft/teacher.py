@@ -34,7 +34,8 @@ class Teacher:
     ``p`` the law over draft ids under the rule; ``label`` the draft id to predict, OUTSIDE where there is none;
     ``taught`` 0 where the rule drops the row, else 1; ``argmax`` the target id of the full law's maximum (lowest of
     equals); ``inside`` the full law's probability of the draft vocabulary, by which ``p`` must be multiplied to be the
-    full law again (1 where it already is).
+    full law again (1 where it already is). ``said`` the draft id of the token that the text goes on with, OUTSIDE where
+    there is none; None where the text was not given.
     """
 
     p: Float[Tensor, "M Vd"]
@@ -42,10 +43,13 @@ class Teacher:
     taught: Float[Tensor, " M"]
     argmax: Int[Tensor, " M"]
     inside: Float[Tensor, " M"]
+    said: Int[Tensor, " M"] | None = None
 
     def rows(self, index: Int[Tensor, " R"]) -> Teacher:
         """The teachers of selected rows."""
-        return Teacher(self.p[index], self.label[index], self.taught[index], self.argmax[index], self.inside[index])
+        said = None if self.said is None else self.said[index]
+        law = (self.p[index], self.label[index], self.taught[index], self.argmax[index], self.inside[index])
+        return Teacher(*law, said)
 
     def overlap(self, log_q: Float[Tensor, "M Vd"]) -> Float[Tensor, " M"]:
         """sum over x of min(p(x), q(x)), p the full law: the chance that a draft drawn from q is accepted."""
@@ -79,9 +83,8 @@ def _restrict(logits: Tensor, vocab: Tensor, oov: Oov) -> Teacher:
     kept = logits.index_select(-1, vocab)
     log_inside = kept.logsumexp(-1) - logits.logsumexp(-1)
 
-    place = torch.searchsorted(vocab, argmax).clamp(max=vocab.shape[0] - 1)
-    known = vocab[place] == argmax
-    label = torch.where(known, place, OUTSIDE)
+    label = draft_ids(argmax, vocab)
+    known = label != OUTSIDE
     p = kept.softmax(-1)
     inside = log_inside.exp()
     taught = torch.ones_like(inside)
@@ -92,6 +95,12 @@ def _restrict(logits: Tensor, vocab: Tensor, oov: Oov) -> Teacher:
     else:
         p, inside = p * inside[:, None], torch.ones_like(inside)
     return Teacher(p=p, label=label, taught=taught, argmax=argmax, inside=inside)
+
+
+def draft_ids(ids: Int[Tensor, " M"], vocab: Int[Tensor, " Vd"]) -> Int[Tensor, " M"]:
+    """Target ids as draft ids, OUTSIDE where the draft vocabulary lacks them."""
+    place = torch.searchsorted(vocab, ids).clamp(max=vocab.shape[0] - 1)
+    return torch.where(vocab[place] == ids, place, OUTSIDE)
 
 
 def _join(parts: list[Teacher]) -> Teacher:

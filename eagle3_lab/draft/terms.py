@@ -33,6 +33,17 @@ class RowTerm(Term):
         """The loss of M rows, unweighted. ``log_q`` are the draft's log-probabilities."""
 
 
+class StepTerm(Term):
+    """Compares the draft's law with the target's, in view of how all rows of the step do."""
+
+    @abstractmethod
+    def per_row(
+        self, log_q: Float[Tensor, "M Vd"], teacher: Teacher, acceptance: Float[Tensor, ""]
+    ) -> Float[Tensor, " M"]:
+        """The loss of M rows, unweighted. ``acceptance`` is the mean overlap of the step's taught rows in this batch,
+        without gradient."""
+
+
 class FeatureTerm(Term):
     """Compares what the draft's head reads with what the target's head reads."""
 
@@ -48,12 +59,53 @@ class SoftCE(RowTerm):
         return -(teacher.p * log_q).sum(-1)
 
 
+class KL(RowTerm):
+    """sum over x of p(x) log(p(x) / q(x)): SoftCE's gradient, and 0 at the aim."""
+
+    def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
+        return torch.xlogy(teacher.p, teacher.p).sum(-1) - (teacher.p * log_q).sum(-1)
+
+
+class ReverseKL(RowTerm):
+    """sum over x of q(x) log(q(x) / p(x)): spares a draft that leaves some of p's ids out, not one that says others.
+
+    p is no smaller than its dtype's least normal number (1e-38 in float32).
+    """
+
+    def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
+        log_p = teacher.p.clamp(min=torch.finfo(teacher.p.dtype).tiny).log()
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+class TotalVariation(RowTerm):
+    """1 - sum over x of min(p(x), q(x)), p as the teacher's rule leaves it: the chance that a draft is rejected where
+    that is the full law. What p lacks of 1 counts as missed.
+
+    Source: vllm-project/speculators c05b95b losses/eager.py (tv).
+    """
+
+    def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
+        return 1 - torch.minimum(teacher.p, log_q.exp()).sum(-1)
+
+
 class HardCE(RowTerm):
     """- log q of the target's arg-max; 0 where that has no draft id."""
 
     def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
         picked = log_q.gather(-1, teacher.label.clamp(min=0)[:, None])[:, 0]
         return torch.where(teacher.label == OUTSIDE, 0.0, -picked)
+
+
+class TokenCE(RowTerm):
+    """- log q of the token that the text goes on with; 0 where that has no draft id.
+
+    Source: Medusa (arXiv 2401.10774) section 2.2.1; FasterDecoding/Medusa 0bfdcd2 medusa/train/train_legacy.py:69-79.
+    """
+
+    def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
+        assert teacher.said is not None, "a teacher of a text knows how it goes on"
+        picked = log_q.gather(-1, teacher.said.clamp(min=0)[:, None])[:, 0]
+        return torch.where(teacher.said == OUTSIDE, 0.0, -picked)
 
 
 class TopKCE(RowTerm):

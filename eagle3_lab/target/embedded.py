@@ -11,7 +11,9 @@ a fresh one before saving.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -127,7 +129,8 @@ def _convert(gguf: Path, into: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's progress bar heeds no setting
+        loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     said = loaded.config.to_dict()
     said.pop("quantization_config", None)
     fresh = LlamaForCausalLM(LlamaConfig.from_dict(said))

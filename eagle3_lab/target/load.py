@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
@@ -55,7 +57,7 @@ class TargetChoice:
         """Where the files lie: made on first use for the embedded target; None for a hub id."""
         if self.model == EMBEDDED:
             return embedded_target(self.wheel)
-        path = Path(self.model).expanduser()
+        path = local_path(self.model)
         if path.is_dir():
             return path
         if path.is_absolute() or self.model.startswith((".", "~")):
@@ -69,8 +71,9 @@ class TargetChoice:
         return self.model != EMBEDDED or is_converted()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer alone."""
-        return _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
+        """The tokenizer alone. Raises UserError where there is none that can be read."""
+        source = str(self.folder() or self.model)
+        return _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
 
     def load(self, dtype: torch.dtype | None = None) -> HFTarget:
         """The target in ``dtype`` (the choice's own if None), on its device, probed.
@@ -84,15 +87,69 @@ class TargetChoice:
         source = str(self.folder() or self.model)
         wanted = dtype or self.dtype
         tokenizer = self.tokenizer()
-        model = _named(
-            self.model,
-            lambda: AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation=self.attention),
-        )
+        model, told = _named(self.model, lambda: _read_model(source, wanted, self.attention))
+        _require_whole(self.model, told)
+        _tell_unused(self.model, told)
+        _require_readable_settings(self.model, Path(source))
         model = _moved(model, self.device)
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
         if self.probe:
             probe(target)
         return target
+
+
+def _read_model(source: str, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and what of its checkpoint was missing, too much or of another shape."""
+    model, told = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  a pair, when asked
+        source,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=False,  # unsaid, transformers would ask on the terminal
+        ignore_mismatched_sizes=True,  # refused by name, afterwards
+        output_loading_info=True,
+    )
+    return model, told
+
+
+def _require_whole(name: str, told: dict[str, Any]) -> None:
+    """Refuse weights that are not all there: transformers would draw the others at random and go on. Raises
+    UserError."""
+    missing, other = sorted(told["missing_keys"]), sorted(told["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"target.model: {name!r} lacks {len(missing)} of its weights, the first is {missing[0]}; a whole "
+            "checkpoint is needed"
+        )
+    if other:
+        weight, found, wanted = other[0]
+        raise UserError(
+            f"target.model: {name!r} has {weight} of shape {tuple(found)}, its config.json says {tuple(wanted)}"
+        )
+
+
+def _tell_unused(name: str, told: dict[str, Any]) -> None:
+    """Say which weights of the checkpoint its configuration has no place for, such as layers behind the last."""
+    unused = sorted(told["unexpected_keys"])
+    if unused:
+        print(
+            f"target: {name} has {len(unused)} weights that its config.json does not name, the first is {unused[0]}; "
+            "they are not used",
+            file=sys.stderr,
+        )
+
+
+def _require_readable_settings(name: str, folder: Path) -> None:
+    """Refuse a generation_config.json that transformers would pass over: end tokens are read from it. Raises
+    UserError."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        readable = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except ValueError:
+        readable = False
+    if not readable:
+        raise UserError(f"target.model: {name!r}: generation_config.json is no JSON object; mend or remove it")
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TargetSpec:
@@ -175,6 +232,6 @@ def _named(model: str, load: Callable[[], T]) -> T:
     """Run a transformers loader; what it raises for a wrong name becomes one line."""
     try:
         return load()
-    except (OSError, ValueError, SafetensorError) as error:
-        said = " ".join(str(error).split())[:200]
+    except Exception as error:  # noqa: BLE001 - transformers raises whatever a broken file makes it stumble over
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"target.model: cannot load {model!r} ({said}); a folder, a hub id, or '{EMBEDDED}'") from None

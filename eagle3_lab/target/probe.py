@@ -45,6 +45,8 @@ def probe(target: HFTarget) -> float:
             plain = target.model(torch.cat((context, tokens[:, path]), dim=1)).logits[0, -1].double()
             worst = max(worst, float((plain - scored[0, path[-1]].double()).abs().max()))
             scale = max(scale, float(plain.abs().max()))
+            if not bool(plain.isfinite().all()):  # which no comparison would tell: NaN is not larger than anything
+                raise UserError(f"target {target.spec.name}: its logits are not finite, so its weights are damaged")
     share = worst / max(scale, 1e-6)
     if not share <= _TOLERANCE[target.dtype]:
         raise UserError(

@@ -51,6 +51,19 @@ def test_the_fused_feature_is_one_bias_free_product_of_the_joined_taps(make_lab:
     assert set(source.state_dict()) == {"fc.weight"}
 
 
+def test_a_normed_source_gives_each_tap_an_rms_norm_of_its_own(make_lab: Callable[..., Any]) -> None:
+    source = FusedFeature(layers=[1, 4], normed=True)
+    assert source.build(make_lab().target) == 12
+    assert set(source.state_dict()) == {"fc.weight", "fc_norm.0.weight", "fc_norm.1.weight"}
+    low, high = torch.randn(2, 3, 12), torch.randn(2, 3, 12)
+    with torch.no_grad():
+        source.fc_norm[1].weight.fill_(2.0)
+    by_hand = [tap / (tap.square().mean(-1, keepdim=True) + 1e-5).sqrt() for tap in (low, high)]
+    expected = by_hand[0] @ source.fc.weight[:, :12].T + 2 * by_hand[1] @ source.fc.weight[:, 12:].T
+    torch.testing.assert_close(source((low, high)), expected)
+    torch.testing.assert_close(source((1000 * low, high)), expected, rtol=1e-4, atol=1e-5)  # no tap drowns another
+
+
 def test_taps_in_a_narrower_dtype_reach_the_projection_in_its_own(make_lab: Callable[..., Any]) -> None:
     source = FusedFeature(layers=[4])
     source.build(make_lab().target)

@@ -41,7 +41,7 @@ class Eagle(Proposer):
         num_layers: decoder blocks of the target (the source's layer rule needs it).
 
     Raises:
-        ValueError: the tree is wider than the draft vocabulary.
+        ValueError: the tree is wider than the draft vocabulary, or has more levels than the draft has steps.
     """
 
     # Set by `start`: the draft's cache, and the rows held back: features, the tokens after them, how many are real.
@@ -52,6 +52,8 @@ class Eagle(Proposer):
 
     def __init__(self, source: FeatureSource, draft: DraftModel, grow: Grow, num_layers: int) -> None:
         grow.check(len(draft.vocab))
+        if draft.steps is not None and grow.levels > draft.steps:
+            raise ValueError(f"a tree of {grow.levels} levels needs as many heads, the draft has {draft.steps}")
         self._source, self._draft, self._grow = source, draft, grow
         self.needs = Needs(layers=source.layers(num_layers))
         self.nodes = grow.nodes

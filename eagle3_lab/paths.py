@@ -1,0 +1,18 @@
+"""Paths as users write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eagle3_lab.errors import UserError
+
+
+def local_path(text: str) -> Path:
+    """A path with ``~`` resolved, whether or not something is there. Raises UserError for what can be no path here."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # no such home; a name too long; a null character
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{text[:80]}: is no path here ({said}); write one that can be opened") from None
+    return path
