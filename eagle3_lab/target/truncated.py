@@ -28,7 +28,8 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists that 
 class Truncated(LanguageModel):
     """A target's first ``count`` blocks between its embedding and its final norm and head.
 
-    Trained parameters are kept in float32, where the target's are narrower, since small updates would be lost.
+    Trained parameters are kept in float32, where the target's are narrower, since small updates would be lost. It comes
+    in training mode, as every new module does.
 
     Args:
         target: what is copied; nothing of it changes.
@@ -50,7 +51,8 @@ class Truncated(LanguageModel):
         wide = torch.promote_types(target.dtype, torch.float32)
         self._held = _own(self.model, wide, train_embedding)
         self._run = HFTarget(self.model, target._tokenizer, self.spec)
-        self.model.requires_grad_(True)  # the adapter freezes what it is given; what is left as a parameter is trained
+        # The adapter freezes what it is given, for decoding; what is left as a parameter here is trained.
+        self.model.requires_grad_(True).train()
 
     def forward(self, batch: Batch) -> Float[Tensor, "B T D"]:
         top = self._run.read(batch, Needs(top=True)).top

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_all_blocks_are_the_target_itself(kind: str, train_embedding: bool) -> None:
     target = random_target(kind)
-    whole = target.first_layers(4, train_embedding=train_embedding)
+    whole = target.first_layers(4, train_embedding=train_embedding).eval()
     expected = target.features(PACKED, Needs(top=True, logits=True))
     top = whole(PACKED)
     assert torch.equal(top, expected.top)
@@ -55,7 +55,7 @@ def test_cut_it_is_the_targets_own_early_state_behind_the_final_norm(kind: str) 
     body = target.model.base_model
     norm = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}.get(kind, "norm")
     (tap,) = target.features(PACKED, Needs(layers=(2,))).taps
-    torch.testing.assert_close(target.first_layers(2)(PACKED), body.get_submodule(norm)(tap))
+    torch.testing.assert_close(target.first_layers(2).eval()(PACKED), body.get_submodule(norm)(tap))
 
 
 def test_packed_documents_read_as_each_one_alone() -> None:
