@@ -89,7 +89,7 @@ def test_all_of_the_targets_layers_hit_everywhere(batch: Batch) -> None:
 @pytest.mark.parametrize("train_embedding", [False, True])
 def test_the_loss_reaches_every_parameter_and_falls(batch: Batch, train_embedding: bool) -> None:
     target = random_target()
-    least = float(module_of(target, built(target, 4)).run(batch)[0].total)  # what is left where q is p
+    least = float(module_of(target, built(target, 4)).run(batch)[0].total.detach())  # what is left where q is p
     module = module_of(target, built(target, 2, train_embedding=train_embedding))
     optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
     losses, before = [], {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -102,7 +102,7 @@ def test_the_loss_reaches_every_parameter_and_falls(batch: Batch, train_embeddin
         losses.append(float(out.total.detach()))
     assert all(not torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert all(p.grad is None for p in target.model.parameters())
-    assert losses[-1] - least < 0.5 * (losses[0] - least)
+    assert losses[-1] - least < 0.1 * (losses[0] - least)
 
 
 # ---- what it cannot be put beside
