@@ -97,13 +97,13 @@ def test_the_walked_hit_table_is_the_chain_decoder_integer_for_integer(trained: 
     assert sum(counted.accepted) > 10
 
 
-def test_training_teaches_it_the_text_it_saw(trained: tuple[HFTarget, DraftModule]) -> None:
+def test_training_teaches_it(trained: tuple[HFTarget, DraftModule]) -> None:
     target, module = trained
     head = head_of(target, 1)
     before = DraftModule(target, head.source, head.draft, NextToken(DEPTH), module.loss, Optimization())
-    text = packed([(p, answer(target, Vanilla(), p, GREEDY).tokens) for p in prompts(24)])
+    text = packed([(p, answer(target, Vanilla(), p, GREEDY).tokens) for p in prompts(12, first=24)])
     taus = [read_hits(one, [text]).readings["tau_walked"] for one in (before, module)]
-    assert taus[1] > taus[0] + 0.2
+    assert taus[1] > taus[0] + 0.05  # 1.29 and 1.38: its answers are random, and these it never saw
 
 
 def test_all_layers_draw_from_the_targets_own_law_and_nothing_is_refused() -> None:
