@@ -20,9 +20,10 @@ _NAMES = {
     "fit": "eagle3_lab.commands.fit",
     "evaluate": "eagle3_lab.commands.evaluate",
     "generate": "eagle3_lab.commands.generate",
+    "export": "eagle3_lab.commands.export",
 }
 
-__all__ = ["evaluate", "fit", "generate", "load"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["evaluate", "export", "fit", "generate", "load"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
+    "export": ("eagle3_lab.commands.export", "export", "write a trained draft language model as a Hugging Face folder"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""
 

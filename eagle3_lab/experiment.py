@@ -13,10 +13,12 @@ import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
 import eagle3_lab.draft.eagle1
 import eagle3_lab.draft.hydra
+import eagle3_lab.draft.first_layers
 import eagle3_lab.draft.layer
 import eagle3_lab.draft.lk
 import eagle3_lab.draft.medusa
 import eagle3_lab.draft.multiplicative
+import eagle3_lab.draft.next_token
 import eagle3_lab.draft.noise
 import eagle3_lab.draft.source
 import eagle3_lab.draft.terms  # noqa: F401

@@ -38,14 +38,15 @@ def read_hits(
     """
     module.eval()
     device = next(module.draft.parameters()).device
-    depth = module.unroll.depth
+    depth = module.unroll.reach
     table = HitTable(depth).to(device)
     answers: list[list[Round]] = []
     for batch in batches:
         here = batch.to(device)
         out, _ = module.run(here)
-        table.update(out.hit, here.supervised, here.document)
-        answers += walk_table(out.hit, here.supervised, here.document)
+        hit = module.unroll.table(out.hit)
+        table.update(hit, here.supervised, here.document)
+        answers += walk_table(hit, here.supervised, here.document)
         on_tokens(int((batch.document >= 0).sum()))
     readings = {name: float(value) for name, value in table.compute().items()}
     return HitReading(readings, answers, Acceptance.of((r for rounds in answers for r in rounds), depth))

@@ -140,14 +140,11 @@ class DraftModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         loss.check(source, draft)
-        if draft.steps is not None and unroll.depth > draft.steps:
-            raise ValueError(
-                f"unroll.depth must be <= {draft.steps}, as many heads as the draft has, got {unroll.depth}"
-            )
+        unroll.check(draft)
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
         self.noise, self.seed = noise, seed
-        self.validation = HitTable(unroll.depth)
+        self.validation = HitTable(unroll.reach)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
         self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
         self._clock = time.perf_counter()
@@ -172,7 +169,7 @@ class DraftModule(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, index: int) -> None:
         out, _ = self.run(batch)
-        self.validation.update(out.hit, batch.supervised, batch.document)
+        self.validation.update(self.unroll.table(out.hit), batch.supervised, batch.document)
         rows = out.weights.sum()
         self.log("val/loss", out.total, batch_size=max(1, int(rows)), sync_dist=True)
 

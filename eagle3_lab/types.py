@@ -22,6 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -155,6 +156,15 @@ class FrozenTarget(ABC):
     def rotary(self, head_dim: int | None = None) -> Rotary:
         """The target's rotary embedding, at its own head width or at another one."""
 
+    def first_layers(self, count: int, *, train_embedding: bool = False) -> LanguageModel:
+        """A language model of the target's embedding, first ``count`` blocks, final norm and head, to be trained: the
+        blocks and the norm are copies; embedding and head are copies where they are trained, else the target's own.
+
+        Raises:
+            ValueError: ``count`` outside 1 .. the target's blocks, or a target whose blocks are not at hand.
+        """
+        raise ValueError(f"{self.spec.name} has no blocks at hand to make a language model of")
+
 
 class Context(ABC):
     """The keys that draft rows attend to, and how: an unroll's keys in training, a cache's in decoding. One object
@@ -219,6 +229,43 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def num_layers(self) -> int:
         """How many attention layers write keys to a context."""
+
+
+class LanguageModel(nn.Module, ABC):
+    """A causal language model that is trained, then drafts: it reads token ids, and no state of a target. Its
+    parameters are what is trained and saved; ``spec`` are its own sizes."""
+
+    spec: TargetSpec
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Float[Tensor, "B T D"]:
+        """States after the final norm of packed rows, with gradient; a row sees its own document up to itself."""
+
+    @abstractmethod
+    def logits(self, top: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """The head as a function of those states."""
+
+    @abstractmethod
+    def open(self, batch: int, capacity: int, needs: Needs) -> Session:
+        """A session that decodes ``batch`` sequences of at most ``capacity`` positions with the present weights."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write it and the target's tokenizer as an ordinary Hugging Face folder, whole or not at all. Raises UserError
+        where something of that name is there, or it cannot be written."""
+
+
+class CausalDraft(DraftModel, ABC):
+    """A draft that is a language model of its own: it takes no steps, since it reads whole text at once in training
+    and decodes in a session like a target's."""
+
+    lm: LanguageModel
+
+    def start(self, features: Float[Tensor, "B T D"]) -> Carry:
+        raise AssertionError("a language model takes no steps: whoever runs a draft step by step refuses it first")
+
+    def step(self, carry: Carry, ids: Int[Tensor, "B T"], rows: Rows, s: int, context: Context) -> DraftOut:
+        raise AssertionError("a language model takes no steps: whoever runs a draft step by step refuses it first")
 
 
 # ----------------------------------------------------------------------------------------------------- decoding side

@@ -12,8 +12,9 @@ from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
+from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.types import DraftModel, FeatureSource, Needs, Proposer, TargetSpec
+from eagle3_lab.types import CausalDraft, DraftModel, FeatureSource, LanguageModel, Needs, Proposer, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class HeadTree(Method):
     def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
         if head is None:
             raise ValueError(f"{type(self.grow).__name__} is grown by a trained head, and there is none")
+        if isinstance(head.draft, CausalDraft):
+            raise ValueError(f"HeadTree reads features, and {type(head.draft).__name__} does not; use DraftLM")  # noqa: TRY004
         return Eagle(head.source, head.draft, self.grow, spec.layers)
 
 
@@ -97,10 +100,11 @@ class PromptLookup(Method):
 
 
 class DraftLM(Method):
-    """A second language model drafts a chain (speculative sampling, SpS). Loaded when it is asked to propose.
+    """A second language model drafts a chain (speculative sampling, SpS).
 
     Args:
-        target: the draft model, chosen like a target; its tokenizer's ids must mean what the target's do.
+        target: the draft model, chosen like a target and loaded when it is asked to propose; its tokenizer's ids must
+            mean what the target's do. null: the language model that this experiment trained.
         length: drafts in the first round.
         adaptive: two drafts more after a round that accepted all, one less after any other; false: always ``length``.
         max_length: most drafts a round where adaptive; the tree's size is fixed by it.
@@ -110,7 +114,7 @@ class DraftLM(Method):
 
     def __init__(
         self,
-        target: TargetChoice,
+        target: TargetChoice | None = None,
         length: int = 5,
         adaptive: bool = True,
         max_length: int = 12,
@@ -118,19 +122,16 @@ class DraftLM(Method):
     ) -> None:
         self.target, self.law = target, law or SamplingLaw()
         self.lengths = Lengths(length, adaptive, max_length)
+        self.needs_head = target is None
 
     @property
     def levels(self) -> int:
         return self.lengths.most
 
     def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
-        """Load the draft model. Raises ValueError where its token ids mean other texts than the target's."""
-        draft = self.target.load()
-        if draft.spec.vocabulary_hash != spec.vocabulary_hash:
-            raise ValueError(
-                f"target.model: {draft.spec.name!r} has another vocabulary than {spec.name!r}; "
-                "a draft model must share its target's tokenizer"
-            )
+        """Raises ValueError where a loaded draft model's token ids mean other texts than the target's, or where the
+        trained head is no language model."""
+        draft = _trained(head) if self.target is None else self._loaded(self.target, spec)
         return SpeculativeSampling(
             lambda rows, capacity: draft.open(rows, capacity, Needs(logits=True)),
             vocab=draft.spec.vocab,
@@ -139,3 +140,20 @@ class DraftLM(Method):
             lengths=self.lengths,
             law=self.law,
         )
+
+    @staticmethod
+    def _loaded(target: TargetChoice, spec: TargetSpec) -> HFTarget:
+        draft = target.load()
+        if draft.spec.vocabulary_hash != spec.vocabulary_hash:
+            raise ValueError(
+                f"target.model: {draft.spec.name!r} has another vocabulary than {spec.name!r}; "
+                "a draft model must share its target's tokenizer"
+            )
+        return draft
+
+
+def _trained(head: Head | None) -> LanguageModel:
+    if head is None or not isinstance(head.draft, CausalDraft):
+        held = "there is none" if head is None else f"the head is {type(head.draft).__name__}"
+        raise ValueError(f"target: null is a draft language model trained by this experiment, and {held}; name a model")
+    return head.draft.lm

@@ -84,6 +84,19 @@ class TopFeature(FeatureSource):
         return taps[0]
 
 
+class NoFeature(FeatureSource):
+    """Nothing of the target's states, for a draft that reads tokens alone: nothing is tapped, D = 0."""
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        return ()
+
+    def build(self, target: FrozenTarget) -> int:
+        return 0
+
+    def forward(self, taps: tuple[Float[Tensor, "B T Dt"], ...]) -> Float[Tensor, "B T D"]:
+        return torch.empty(0, 0, 0)
+
+
 def _default_layers(num_layers: int) -> tuple[int, int, int]:
     """See :class:`FusedFeature`."""
     if num_layers >= 7:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from eagle3_lab.draft.joined import JoinedUnrolled
 from eagle3_lab.rows import shift
-from eagle3_lab.types import Batch, Carry, Context, DraftModel, DraftOut, Rows
+from eagle3_lab.types import Batch, Carry, CausalDraft, Context, DraftModel, DraftOut, Rows
 
 
 class Unroll:
@@ -37,6 +37,23 @@ class Unroll:
         self.depth = depth
         self.detach = detach
         self.attention = attention
+
+    def check(self, draft: DraftModel) -> None:
+        """Raises ValueError for a draft that takes no steps, or fewer than this."""
+        if draft.steps is not None and self.depth > draft.steps:
+            raise ValueError(f"unroll.depth must be <= {draft.steps}, as many heads as the draft has, got {self.depth}")
+        if isinstance(draft, CausalDraft):
+            name = type(draft).__name__
+            raise ValueError(f"unroll must be NextToken for {name}, got {type(self).__name__}")  # noqa: TRY004
+
+    @property
+    def reach(self) -> int:
+        """How many steps ahead the hit table of its output looks."""
+        return self.depth
+
+    def table(self, hit: Bool[Tensor, "B T S"]) -> Bool[Tensor, "B T R"]:
+        """The hit table from the hits of its steps; R is ``reach``."""
+        return hit
 
     def __call__(
         self,

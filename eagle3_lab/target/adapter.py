@@ -20,7 +20,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from eagle3_lab.cache import KVCache
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Batch, FrozenTarget, Needs, Rotary, Session, TargetOut, TargetSpec, Tree, Verdict
+from eagle3_lab.types import (
+    PADDING,
+    Batch,
+    FrozenTarget,
+    LanguageModel,
+    Needs,
+    Rotary,
+    Session,
+    TargetOut,
+    TargetSpec,
+    Tree,
+    Verdict,
+)
 
 _UNSOUND_ROPE = ("dynamic", "longrope")  # their angles depend on the longest row of the batch
 
@@ -82,6 +94,16 @@ class HFTarget(FrozenTarget):
         other = type(module)(config=config).to(module.inv_freq.device)
         return Rotary(other.inv_freq.detach().clone(), float(other.attention_scaling))
 
+    def first_layers(self, count: int, *, train_embedding: bool = False) -> LanguageModel:
+        from eagle3_lab.target.truncated import Truncated  # which runs its model by this adapter
+
+        return Truncated(self, count, train_embedding=train_embedding)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder blocks, first to last."""
+        return self._blocks
+
     @property
     def device(self) -> torch.device:
         return self._embedding_weight().device
@@ -103,6 +125,10 @@ class HFTarget(FrozenTarget):
 
         Runs outside inference mode, since a draft's graph saves what comes out.
         """
+        return self.read(batch, needs)
+
+    def read(self, batch: Batch, needs: Needs) -> TargetOut:
+        """:meth:`features` with the gradient of whatever asks for one: of nothing in a frozen model."""
         seen = batch.document[:, :, None] == batch.document[:, None, :]  # padding sees padding: finite, never used
         seen &= torch.ones_like(seen[0]).tril()
         return self._forward(batch.ids, batch.position, seen, None, needs)
