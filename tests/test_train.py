@@ -181,7 +181,7 @@ def test_a_run_stopped_within_an_accumulation_ends_as_one_that_was_not(
             progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
             assert progress == 3 * saved["global_step"], "nothing is saved within an accumulation"
         head = module()
-        resumed = trainer(4, accumulate=3, callbacks=[saver(folder, 60.0)])
+        resumed = trainer(4, accumulate=3, callbacks=[saver(folder, minutes)])
         resumed.fit(head, loader(1), ckpt_path=str(last) if last.is_file() else None, weights_only=True)
         for left, right in zip(whole.parameters(), head.parameters(), strict=True):
             assert torch.equal(left, right), at
