@@ -23,6 +23,7 @@ from eagle3_lab.errors import UserError, near
 VERBS: dict[str, tuple[str, str, str]] = {
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
+    "bench": ("eagle3_lab.commands.bench", "bench", "time a training step: tokens/s, share of the machine, memory"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""

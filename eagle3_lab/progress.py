@@ -136,9 +136,8 @@ def stage(
         out: where to write, by default stderr, and nowhere in a training's further processes.
         clock: seconds that only grow.
     """
-    if out is None:
-        out = sys.stderr if ranks.is_first() else _NOWHERE
-    running = Stage(name, unit, total, budget_s, out, clock)
+    somewhere: Out = sys.stderr if ranks.is_first() else _NOWHERE
+    running = Stage(name, unit, total, budget_s, somewhere if out is None else out, clock)
     running._show()
     try:
         yield running

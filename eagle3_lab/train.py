@@ -16,7 +16,7 @@ from typing import Any, Literal
 import lightning
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.data.packing import RowLoader
@@ -47,7 +47,7 @@ class Model:
         oov: what is taught where the target's choice is outside the draft vocabulary.
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
         budget_mib: memory, in MiB, of laws and logits alive at once in the loss: how many rows are worked off together,
-            never what comes out.
+            never what comes out; null: all at once.
         noise: disturbs the states that the draft reads, in training; null: none.
         start: another run's ``draft.ckpt`` of the same parts to go on from, its draft vocabulary included; null:
             weights drawn from the seed.
@@ -68,7 +68,7 @@ class Model:
     reduction: Literal["supervised", "all"] = "supervised"
     noise: FeatureNoise | None = None
     start: Path | None = None
-    budget_mib: int = 256
+    budget_mib: int | None = 256
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 1:
@@ -109,6 +109,13 @@ class Optimization:
         if not 0 <= self.final <= 1:
             raise ValueError(f"optimizer.final must be in [0, 1], a share of lr, got {self.final}")
 
+    def adamw(self, module: nn.Module) -> torch.optim.AdamW:
+        """AdamW at the peak rate over what ``module`` trains."""
+        decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas)
+
     def share(self, step: int, total: int) -> float:
         """Of the peak rate, at optimizer step ``step`` (from 0) of ``total``."""
         warm = max(1, round(self.warmup * total))
@@ -127,8 +134,9 @@ class DraftModule(lightning.LightningModule):
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept), over all micro-batches and
     ranks; val/loss and the hit table's readings under val/. N_s of an optimizer step is known from the masks before its
-    first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for each batch of a training step, from ``seed``, the step,
-    the batch and the rank, so a resumed run draws what an unbroken one does.
+    first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
+    each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
+    unbroken one does.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -159,6 +167,11 @@ class DraftModule(lightning.LightningModule):
         self._tokens: list[Int[Tensor, ""]] = []
         self.validation_loss = StepLoss(unroll.depth, loss.step_decay)
 
+    @property
+    def target(self) -> HFTarget:
+        """The frozen target."""
+        return self._target[0]
+
     def run(
         self,
         batch: Batch,
@@ -180,7 +193,7 @@ class DraftModule(lightning.LightningModule):
     def on_fit_start(self) -> None:
         target = self._target[0]
         if target.device != self.device:  # one target a process, beside its head
-            target.model.to(self.device)
+            target.move(self.device)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         window = self._window(index)
@@ -192,8 +205,8 @@ class DraftModule(lightning.LightningModule):
         self._note(out, batch)
         if index == window.stop - 1:
             self._log_step()
-        # Lightning divides a loss by the batches accumulated, and gradients are averaged over processes: N_s has counted
-        # all of them already.
+        # Lightning divides a loss by the batches accumulated, and gradients are averaged over processes: N_s has
+        # counted all of them already.
         return out.total * (self.trainer.accumulate_grad_batches * self._loader().order.processes)
 
     def validation_step(self, batch: Batch, index: int) -> None:
@@ -208,11 +221,8 @@ class DraftModule(lightning.LightningModule):
         self.validation_loss.reset()
 
     def configure_optimizers(self) -> dict[str, Any]:
-        decayed = [p for p in self.parameters() if p.requires_grad and p.ndim > 1]
-        others = [p for p in self.parameters() if p.requires_grad and p.ndim <= 1]
         o = self.optimization
-        groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas)
+        optimizer = o.adamw(self)
         total = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: o.share(step, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -45,7 +45,7 @@ class WholeSteps:
 
     def between(self, trainer: Trainer) -> bool:
         """Whether the last batch that was read has been worked off and completed its step."""
-        read = trainer.fit_loop.epoch_loop.batch_progress.current
+        read: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         worked_off = read.ready == read.processed
         return worked_off and self._at_start is not None and trainer.global_step > self._at_start
 
@@ -63,7 +63,12 @@ class Saver(ModelCheckpoint):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int  # noqa: ANN401
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401 - whatever a training step gives
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         if self._whole.between(trainer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

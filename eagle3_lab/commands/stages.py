@@ -171,8 +171,7 @@ def train_head(
 
 
 def check_processes(processes: int, options: Training, data: ConversationData) -> None:
-    """Refuse, in the first process and so before the others are at work, what they could not share. Raises UserError.
-    """
+    """Refuse, in the first process and so before the others work, what they could not share. Raises UserError."""
     loader = data.train_dataloader()
     if ranks.is_first() and processes > loader.order.rows:
         raise UserError(

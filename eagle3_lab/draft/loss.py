@@ -9,6 +9,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -57,7 +58,7 @@ class UnrolledLoss:
     target leaves the draft vocabulary (:mod:`eagle3_lab.draft.teacher`), ``reduction`` what N_s counts: "supervised"
     the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does. ``budget_mib`` bounds
     the memory, in MiB, of laws and logits alive at once: how many rows are worked off together
-    (:mod:`eagle3_lab.draft.chunked`), never what comes out. On an accelerator more is faster.
+    (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
 
     Raises:
         ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, ``edge``
@@ -74,7 +75,7 @@ class UnrolledLoss:
         edge: Edge = "dropped",
         oov: Oov = "drop",
         reduction: Reduction = "supervised",
-        budget_mib: int = 256,
+        budget_mib: int | None = 256,
     ) -> None:
         names = {"mask": (mask, Mask), "edge": (edge, Edge), "oov": (oov, Oov), "reduction": (reduction, Reduction)}
         for key, (value, legal) in names.items():
@@ -86,8 +87,8 @@ class UnrolledLoss:
             raise ValueError(f"step_decay must be in (0, 1], got {step_decay}")
         if edge == "counted" and mask != "official":
             raise ValueError(f"edge 'counted' exists only with mask 'official', got mask {mask!r}")
-        if budget_mib < 1:
-            raise ValueError(f"budget_mib must be >= 1, got {budget_mib}")
+        if budget_mib is not None and budget_mib < 1:
+            raise ValueError(f"budget_mib must be >= 1, or null for all rows at once, got {budget_mib}")
         self.row_terms = [term for term in terms if isinstance(term, RowTerm) and term.weight > 0]
         self.feature_terms = [term for term in terms if isinstance(term, FeatureTerm) and term.weight > 0]
         self.step_decay = step_decay
@@ -178,6 +179,8 @@ class UnrolledLoss:
 
     def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> int:
         """How many target rows' laws fit the budget, at least 1."""
+        if self.budget_mib is None:
+            return sys.maxsize
         row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
         return max(1, self.budget_mib * MIB // row)
 

@@ -5,7 +5,7 @@ Run by its own Python, which knows nothing of eagle3_lab. Line by line over pipe
     <- {"hidden": 576, ..., "document": [0, 0, 1, ...], "supervised": [...], "dtype": "bfloat16", "threads": 1}
     -> {"versions": {...}, "attention": "eager", "parameters": 9800000}
     <- {"step": true}
-    -> {"seconds": 3.2, "loss": 12.1, "peak_bytes": 900000000}
+    -> {"seconds": 3.2, "cpu_seconds": 3.1, "loss": 12.1, "peak_bytes": 900000000}
 
 and so on until the pipe is closed. What is timed is the trainer's own sequence (speculators 0.9.0 train/trainer.py,
 `_train_epoch`): forward under autocast, zero_grad, backward, clipping at 1.0, AdamW. On a CPU its eager attention and
@@ -64,7 +64,7 @@ class Step:
     def __call__(self) -> dict[str, Any]:
         """One step; the loss is read, so the device has finished."""
         self._wait()
-        began = time.perf_counter()
+        began, ran = time.perf_counter(), time.process_time()
         narrow = self._shape["dtype"] == "bfloat16"
         with torch.autocast(self._device.type, torch.bfloat16, enabled=narrow):
             _, loss, _ = self._model(**self._batch, **self._options)
@@ -73,8 +73,8 @@ class Step:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._wait()
-        seconds = time.perf_counter() - began
-        return {"seconds": seconds, "loss": float(loss.detach()), "peak_bytes": self._peak()}
+        took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - ran}
+        return took | {"loss": float(loss.detach()), "peak_bytes": self._peak()}
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
