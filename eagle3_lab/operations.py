@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -58,17 +57,10 @@ def count(source: FeatureSource, draft: DraftModel, depth: int, batch: Batch, ta
     for s, out in enumerate(outs):
         leaf = out.head_in.detach().flatten(0, 1)[:PROBED].requires_grad_()
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(draft.logits(leaf, s).sum(), leaf, retain_graph=True)
-        trained = sum(2 * p.numel() for p in _used(draft.logits(leaf, s), draft) if p.ndim == 2)
-        head += rows * (counter.get_total_flops() // leaf.shape[0] + trained)
+            draft.logits(leaf, s).sum().backward()
+        head += rows * (counter.get_total_flops() // leaf.shape[0])
+    draft.zero_grad()
     return Operations(sum(maps), attention, head)
-
-
-def _used(out: Tensor, draft: DraftModel) -> list[nn.Parameter]:
-    """The trained parameters behind a tensor."""
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    found = torch.autograd.grad(out.sum(), trained, allow_unused=True)
-    return [p for p, gradient in zip(trained, found, strict=True) if gradient is not None]
 
 
 def _squared_lengths(batch: Batch) -> int:

@@ -28,9 +28,10 @@ Reduction = Literal["supervised", "all"]
 
 MIB = 2**20
 
-TARGET_COPIES, DRAFT_COPIES = 3, 6
-"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up), and of Vd while one
-step learns from it (p, log q, and what statistics, a term and its gradient pass through)."""
+TARGET_COPIES, DRAFT_COPIES, LAW_COPIES = 3, 6, 3
+"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up); of Vd while one step
+learns from it (p, log q, and what statistics, a term and its gradient pass through), and while laws are made (those
+that are, and all of them put together)."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ class UnrolledLoss:
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
-        for chunk in chunks((weights > 0) | judged, self.rows_at_once(target, vocab, wide)):
-            states, teacher = self._teach(target, top, vocab, chunk)
+        rows, teachers = self.rows_at_once(target, vocab, wide)
+        for chunk in chunks((weights > 0) | judged, rows):
+            states, teacher = self._teach(target, top, vocab, chunk, teachers)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
                 law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
@@ -177,12 +179,16 @@ class UnrolledLoss:
             total = collected.total(total, largest)
         return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
 
-    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> int:
-        """How many target rows' laws fit the budget, at least 1."""
+    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> tuple[int, int]:
+        """How many target rows' laws fit the budget together, and how many of them fit it while they are made from full
+        logits; at least 1 each. The fewer pieces a step has, the fewer times a trained head's gradient is added up.
+        """
         if self.budget_mib is None:
-            return sys.maxsize
-        row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
-        return max(1, self.budget_mib * MIB // row)
+            return sys.maxsize, sys.maxsize
+        budget, size = self.budget_mib * MIB // dtype.itemsize, vocab.shape[0]
+        rows = max(1, budget // (DRAFT_COPIES * size))
+        made = (budget - LAW_COPIES * rows * size) // (TARGET_COPIES * target.spec.vocab)
+        return rows, max(1, made)
 
     def _row_losses(self, log_q: Tensor, law: Teacher) -> Tensor:
         total = log_q.new_zeros(log_q.shape[0])
@@ -196,14 +202,16 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(head_in, states[slot])
         return total
 
-    def _teach(self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk) -> tuple[Tensor, Teacher]:
+    def _teach(
+        self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk, at_once: int
+    ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
         states = top[chunk.row, chunk.column.clamp(max=last)]
         if self.edge == "dropped":
-            return states, teach(target, states, vocab, self.oov)
+            return states, teach(target, states, vocab, self.oov, at_once=at_once)
         blank = chunk.column > last
-        return states.masked_fill(blank[:, None], 0), teach(target, states, vocab, self.oov, blank)
+        return states.masked_fill(blank[:, None], 0), teach(target, states, vocab, self.oov, blank, at_once)
 
 
 def _log_law(logits: Tensor) -> Tensor:

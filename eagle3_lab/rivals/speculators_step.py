@@ -39,7 +39,7 @@ class Step:
     """A model of the asked-for shape on random weights and features, its optimizer, and one packed row."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
-        from speculators.losses import resolve_loss_config
+        from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
 
         torch.set_num_threads(shape["threads"])
         torch.manual_seed(0)
@@ -92,9 +92,12 @@ class Step:
 
 
 def _model(shape: dict[str, Any], device: torch.device) -> Any:  # noqa: ANN401
-    from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from speculators import SpeculatorsConfig, VerifierConfig  # pyright: ignore[reportMissingImports]
+    from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
+        Eagle3DraftModel,
+        Eagle3SpeculatorConfig,
+    )
+    from speculators.proposals.greedy import GreedyTokenProposalConfig  # pyright: ignore[reportMissingImports]
     from transformers import LlamaConfig
 
     layer = LlamaConfig(

@@ -114,7 +114,7 @@ class Case:
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many teachers share a chunk: budgets are in MiB, and these tensors in bytes."""
-    return lambda rows: monkeypatch.setattr(UnrolledLoss, "rows_at_once", lambda *_: rows)
+    return lambda rows: monkeypatch.setattr(UnrolledLoss, "rows_at_once", lambda *_: (rows, rows))
 
 
 # ---- by hand
@@ -302,5 +302,5 @@ def test_memory_keeps_to_the_budget_however_deep_the_unroll(
 
 
 def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="budget_mib must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="budget_mib must be >= 1, or null for all rows at once, got 0"):
         UnrolledLoss([SoftCE()], budget_mib=0)
