@@ -162,17 +162,21 @@ class UnrolledLoss:
             states, teacher = self._teach(target, top, vocab, chunk, teachers)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
-                law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
-                leaf = steps[s].head_in.detach().flatten(0, 1)[place].requires_grad_(collected is not None)
+                law, aims = teacher, states
+                if piece.rows.shape != teacher.label.shape:  # else all of them, in order
+                    law, aims = teacher.rows(slot), states[slot]
+                leaf = steps[s].head_in.detach().flatten(0, 1)[piece.rows].requires_grad_(collected is not None)
                 log_q = _log_law(draft.logits(leaf, s))
                 with torch.no_grad():
-                    hit[place, s] = vocab[log_q.argmax(-1)] == law.argmax
-                    overlap[place, s] = law.overlap(log_q).to(wide)
-                losses = self._row_losses(log_q, law) + self._feature_losses(leaf, states, slot)
-                loss = (losses * weights[..., s].flatten()[place]).sum()
+                    hit[place, s] = piece.pick(vocab[log_q.argmax(-1)] == law.argmax)
+                    overlap[place, s] = piece.pick(law.overlap(log_q)).to(wide)
+                losses = self._row_losses(log_q, law) + self._feature_losses(leaf, aims)
+                loss = (losses * piece.spread(weights[..., s].flatten()[place])).sum()
                 sums[s] += loss.detach()
                 if collected is not None:
                     collected.add(loss * (share[s] / largest), leaf, piece)
+                del law, leaf, log_q, losses, loss  # or they would live while the next piece's are made
+            del teacher, states, aims
         means, shape = sums / counts, (*batch.ids.shape, depth)
         total = (decay * means).sum()
         if collected is not None:
@@ -196,10 +200,10 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(log_q, law)
         return total * law.taught
 
-    def _feature_losses(self, head_in: Tensor, states: Tensor, slot: Tensor) -> Tensor:
+    def _feature_losses(self, head_in: Tensor, aims: Tensor) -> Tensor:
         total = head_in.new_zeros(head_in.shape[0])
         for term in self.feature_terms:
-            total = total + term.weight * term.per_row(head_in, states[slot])
+            total = total + term.weight * term.per_row(head_in, aims)
         return total
 
     def _teach(
