@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check
+.PHONY: help quickstart test test-all check bench-rival
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,11 @@ check: $(INSTALLED)  ## format, lint, types
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) pyright
+
+bench-rival:  ## an environment with speculators, for bench train --rival .venv-rival/bin/python
+	$(PYTHON) -m venv .venv-rival
+	.venv-rival/bin/python -m pip install --quiet -r requirements/bench.txt
+	.venv-rival/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 
 $(INSTALLED): requirements/quickstart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=...")'

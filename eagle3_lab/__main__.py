@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
+    "bench": ("eagle3_lab.commands.bench", "bench", "time a training step: tokens/s, share of the machine, memory"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
     "export": ("eagle3_lab.commands.export", "export", "write a trained draft language model as a Hugging Face folder"),
 }

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -253,6 +253,31 @@ class HitTable(Metric):
             values[f"step_{n}/n_alpha_all"] = ratio(passed, reached)
             values[f"step_{n}/n_alpha_walked"] = walked
         return {name: torch.tensor(float(value), device=self.walked.device) for name, value in values.items()}
+
+
+class StepLoss(Metric):
+    """The loss of a whole set: sum over s of decay^s S_s / N_s, with S_s and N_s summed over batches and ranks, so that
+    how the set was divided among them changes nothing."""
+
+    full_state_update = False
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, depth: int, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        for name in ("sums", "counts"):
+            self.add_state(name, torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, means: Float[Tensor, " S"], counts: Float[Tensor, " S"]) -> None:
+        """One batch's S_s / N_s, and its N_s."""
+        self.sums += means.double() * counts
+        self.counts += counts
+
+    def compute(self) -> Tensor:
+        """A float32 scalar; 0 where nothing weighs."""
+        decay = self.decay ** torch.arange(len(self.sums), device=self.sums.device, dtype=torch.float64)
+        return (decay * self.sums / self.counts.clamp(min=1)).sum().float()
 
 
 # ---------------------------------------------------------------------------------------------------------- loops

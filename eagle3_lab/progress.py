@@ -13,9 +13,19 @@ from contextlib import contextmanager
 from io import TextIOBase
 from typing import TextIO
 
+from eagle3_lab import ranks
+
 Out = TextIO | TextIOBase  # to the type checker sys.stderr is the first, at run time it is the second
 
 TERMINAL_EVERY, LOG_EVERY = 0.1, 5.0
+
+
+class _Nowhere(TextIOBase):
+    def write(self, text: str) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return len(text)
+
+
+_NOWHERE = _Nowhere()
 
 
 class Stage:
@@ -132,10 +142,11 @@ def stage(
         unit: what ``advance`` counts.
         total: how many units there will be, where that is known.
         budget_s: seconds the stage is meant to take; nothing is stopped when they are over, but it is said.
-        out: where to write, by default stderr.
+        out: where to write, by default stderr, and nowhere in a training's further processes.
         clock: seconds that only grow.
     """
-    running = Stage(name, unit, total, budget_s, sys.stderr if out is None else out, clock)
+    somewhere: Out = sys.stderr if ranks.is_first() else _NOWHERE
+    running = Stage(name, unit, total, budget_s, somewhere if out is None else out, clock)
     running._show()
     try:
         yield running

@@ -15,16 +15,17 @@ from typing import Any, Literal
 
 import lightning
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from eagle3_lab.checkpoint import KEY, label
+from eagle3_lab.data.packing import RowLoader
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
 from eagle3_lab.draft.noise import FeatureNoise
 from eagle3_lab.draft.teacher import Oov
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.metrics import HitTable
+from eagle3_lab.metrics import HitTable, StepLoss
 from eagle3_lab.rows import Edge, Mask
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs
@@ -45,6 +46,8 @@ class Model:
         edge: whether ``official`` counts the row whose teacher lies past the text.
         oov: what is taught where the target's choice is outside the draft vocabulary.
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
+        budget_mib: memory, in MiB, of laws and logits alive at once in the loss: how many rows are worked off together,
+            never what comes out; null: all at once.
         noise: disturbs the states that the draft reads, in training; null: none.
         start: another run's ``draft.ckpt`` of the same parts to go on from, its draft vocabulary included; null:
             weights drawn from the seed.
@@ -65,6 +68,7 @@ class Model:
     reduction: Literal["supervised", "all"] = "supervised"
     noise: FeatureNoise | None = None
     start: Path | None = None
+    budget_mib: int | None = 256
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 1:
@@ -72,7 +76,9 @@ class Model:
 
     def loss(self) -> UnrolledLoss:
         """The loss these options describe. Raises ValueError for options that contradict each other."""
-        return UnrolledLoss(self.losses, self.step_decay, self.mask, self.edge, self.oov, self.reduction)
+        return UnrolledLoss(
+            self.losses, self.step_decay, self.mask, self.edge, self.oov, self.reduction, self.budget_mib
+        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,13 @@ class Optimization:
         if not 0 <= self.final <= 1:
             raise ValueError(f"optimizer.final must be in [0, 1], a share of lr, got {self.final}")
 
+    def adamw(self, module: nn.Module) -> torch.optim.AdamW:
+        """AdamW at the peak rate over what ``module`` trains."""
+        decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas)
+
     def share(self, step: int, total: int) -> float:
         """Of the peak rate, at optimizer step ``step`` (from 0) of ``total``."""
         warm = max(1, round(self.warmup * total))
@@ -119,9 +132,11 @@ class DraftModule(lightning.LightningModule):
     """The LightningModule of every draft head.
 
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
-    train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept); val/loss and the hit
-    table's readings under val/. ``noise`` is drawn anew for each batch of a training step, from ``seed``, the step,
-    the batch and the rank, so a resumed run draws what an unbroken one does.
+    train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept), over all micro-batches and
+    ranks; val/loss and the hit table's readings under val/. N_s of an optimizer step is known from the masks before its
+    first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
+    each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
+    unbroken one does.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -148,10 +163,24 @@ class DraftModule(lightning.LightningModule):
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
         self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
         self._clock = time.perf_counter()
-        self._tokens = 0
+        self._counts: Float[Tensor, " S"] | None = None
+        self._seen: list[Float[Tensor, "4 S"]] = []
+        self._tokens: list[Int[Tensor, ""]] = []
+        self.validation_loss = StepLoss(unroll.depth, loss.step_decay)
 
-    def run(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[LossOut, Sequence[DraftOut]]:
-        """Features, unroll and loss of one batch; with a ``generator``, the model's noise on what the draft reads."""
+    @property
+    def target(self) -> HFTarget:
+        """The frozen target."""
+        return self._target[0]
+
+    def run(
+        self,
+        batch: Batch,
+        generator: torch.Generator | None = None,
+        denominators: Float[Tensor, " S"] | None = None,
+    ) -> tuple[LossOut, Sequence[DraftOut]]:
+        """Features, unroll and loss of one batch; with a ``generator``, the model's noise on what the draft reads.
+        ``denominators``: N_s of the whole optimizer step; None: the batch is a step of its own."""
         target = self._target[0]
         out = target.features(batch, self._needs)
         taps = out.taps
@@ -159,30 +188,42 @@ class DraftModule(lightning.LightningModule):
             taps = self.noise.disturb(taps, batch, generator)
         steps = list(self.unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
-        return self.loss(self.draft, steps, batch, target, out.top.to(target.dtype)), steps
+        top = out.top.to(target.dtype)
+        return self.loss(self.draft, steps, batch, target, top, denominators=denominators), steps
+
+    def on_fit_start(self) -> None:
+        target = self._target[0]
+        if target.device != self.device:  # one target a process, beside its head
+            target.move(self.device)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        out, _ = self.run(batch, None if self.noise is None else self._generator(index))
-        self._tokens += int((batch.document >= 0).sum())
-        self._log_step(out)
-        return out.total
+        window = self._window(index)
+        if index == window.start or self._counts is None:
+            self._counts = self._count(window)
+            self._seen, self._tokens = [], []
+        generator = None if self.noise is None else self._generator(index)
+        out, _ = self.run(batch, generator, self._counts)
+        self._note(out, batch)
+        if index == window.stop - 1:
+            self._log_step()
+        # Lightning divides a loss by the batches accumulated, and gradients are averaged over processes: N_s has
+        # counted all of them already.
+        return out.total * (self.trainer.accumulate_grad_batches * self._loader().order.processes)
 
     def validation_step(self, batch: Batch, index: int) -> None:
         out, _ = self.run(batch)
         self.validation.update(self.unroll.table(out.hit), batch.supervised, batch.document)
-        rows = out.weights.sum()
-        self.log("val/loss", out.total, batch_size=max(1, int(rows)), sync_dist=True)
+        self.validation_loss.update(out.steps, self.loss.denominators(batch, self.unroll.depth))
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"val/{name}": value for name, value in self.validation.compute().items()}, sync_dist=False)
+        read = {"loss": self.validation_loss.compute(), **self.validation.compute()}  # of all ranks
+        self.log_dict({f"val/{name}": value for name, value in read.items()}, sync_dist=self.trainer.world_size > 1)
         self.validation.reset()
+        self.validation_loss.reset()
 
     def configure_optimizers(self) -> dict[str, Any]:
-        decayed = [p for p in self.parameters() if p.requires_grad and p.ndim > 1]
-        others = [p for p in self.parameters() if p.requires_grad and p.ndim <= 1]
         o = self.optimization
-        groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas)
+        optimizer = o.adamw(self)
         total = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: o.share(step, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -196,18 +237,45 @@ class DraftModule(lightning.LightningModule):
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
         return torch.Generator(self.device).manual_seed(seed)
 
-    def _log_step(self, out: LossOut) -> None:
-        """One dictionary a step, so a logger makes one call of it."""
-        counts = out.judged.sum((0, 1)).clamp(min=1)
-        accuracy = (out.hit & out.judged).sum((0, 1)) / counts
-        overlap = (out.overlap * out.judged).sum((0, 1)) / counts
-        values: dict[str, Float[Tensor, ""]] = {"train/loss": out.total.detach()}
-        for s in range(len(out.steps)):
-            values[f"train/step_{s}/loss"] = out.steps[s]
-            values[f"train/step_{s}/accuracy"] = accuracy[s]
-            values[f"train/step_{s}/overlap"] = overlap[s]
+    def _loader(self) -> RowLoader:
+        """The running loader: it alone knows what other micro-batches and ranks hold."""
+        loader = self.trainer.train_dataloader
+        assert isinstance(loader, RowLoader), "training rows come from ConversationData"
+        return loader
+
+    def _window(self, index: int) -> range:
+        """The batches of the optimizer step that batch ``index`` of an epoch belongs to. An epoch's last step takes
+        what is left."""
+        several = self.trainer.accumulate_grad_batches
+        begin = index - index % several
+        return range(begin, min(begin + several, int(self.trainer.num_training_batches)))
+
+    def _count(self, window: range) -> Float[Tensor, " S"]:
+        """N_s over all micro-batches and ranks of an optimizer step, from their masks."""
+        depth = self.unroll.depth
+        counts = [self.loss.denominators(batch, depth) for batch in self._loader().together(window)]
+        return torch.stack(counts).sum(0).to(self.device)
+
+    def _note(self, out: LossOut, batch: Batch) -> None:
+        """Keep what a micro-batch adds to its step's log; nothing waits for the device."""
+        judged = out.judged
+        seen = (out.steps, judged.sum((0, 1)), (out.hit & judged).sum((0, 1)), (out.overlap * judged).sum((0, 1)))
+        self._seen.append(torch.stack([values.to(out.steps.dtype) for values in seen]))
+        self._tokens.append((batch.document >= 0).sum())
+
+    def _log_step(self) -> None:
+        """One dictionary an optimizer step, so a logger makes one call of it."""
+        tokens = torch.stack(self._tokens).sum().to(self._seen[0].dtype).expand(1, self.unroll.depth)
+        together = torch.cat((torch.stack(self._seen).sum(0), tokens))
+        losses, judged, hits, overlap, tokens = self.trainer.strategy.reduce(together, reduce_op="sum").unbind()
+        decay = self.loss.step_decay ** torch.arange(len(losses), device=losses.device, dtype=losses.dtype)
+        values: dict[str, Float[Tensor, ""]] = {"train/loss": (decay * losses).sum()}
+        for s in range(len(losses)):
+            values[f"train/step_{s}/loss"] = losses[s]
+            values[f"train/step_{s}/accuracy"] = hits[s] / judged[s].clamp(min=1)
+            values[f"train/step_{s}/overlap"] = overlap[s] / judged[s].clamp(min=1)
         values["train/lr"] = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"])
         now = time.perf_counter()
-        values["train/tokens_per_second"] = torch.tensor(self._tokens / max(now - self._clock, 1e-9))
-        self._clock, self._tokens = now, 0
+        values["train/tokens_per_second"] = tokens[0] / max(now - self._clock, 1e-9)
+        self._clock = now
         self.log_dict(values, batch_size=1)

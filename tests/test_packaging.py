@@ -34,10 +34,17 @@ def test_every_imported_package_is_declared() -> None:
     declared = {canonicalize_name(r.name) for r in DECLARED}
     distributions = packages_distributions()
     for module, file in imported("eagle3_lab"):
-        if module in sys.stdlib_module_names or module == "eagle3_lab":
+        if module in sys.stdlib_module_names or module == "eagle3_lab" or file.parent.name == "rivals":
             continue
         owners = {canonicalize_name(name) for name in distributions[module]}
         assert owners & declared, f"{file} imports {module}, which pyproject.toml does not declare"
+
+
+def test_what_a_rivals_script_imports_is_pinned_for_its_own_environment() -> None:
+    lines = (ROOT / "requirements" / "bench.txt").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
+    found = {module for module, _ in imported("eagle3_lab/rivals")} - set(sys.stdlib_module_names)
+    assert "speculators" in found and found <= pinned, "and nothing of the lab, which is not installed there"
 
 
 def test_only_tracking_imports_mlflow() -> None:

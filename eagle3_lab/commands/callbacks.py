@@ -9,9 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.progress import Stage
@@ -57,12 +58,59 @@ class Finite(Callback):
 ADVICE = "lower optimizer.lr, or set trainer.gradient_clip_val"
 
 
+class WholeSteps:
+    """Tells whether training stands between two optimizer steps, all gradients used: what is saved anywhere else is no
+    step's, since gradients are not saved."""
+
+    def __init__(self) -> None:
+        self._at_start: int | None = None
+
+    def batch_begins(self, trainer: Trainer) -> None:
+        self._at_start = trainer.global_step
+
+    def between(self, trainer: Trainer) -> bool:
+        """Whether the last batch that was read has been worked off and completed its step."""
+        read: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        worked_off = read.ready == read.processed
+        return worked_off and self._at_start is not None and trainer.global_step > self._at_start
+
+
+class Saver(ModelCheckpoint):
+    """A ModelCheckpoint that saves between optimizer steps alone: never within an accumulation, and after an exception
+    only where it struck between two steps."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - ModelCheckpoint's, each of its own type
+        super().__init__(**options)
+        self._whole = WholeSteps()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        self._whole.batch_begins(trainer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401 - whatever a training step gives
+        batch: Batch,
+        batch_idx: int,
+    ) -> None:
+        if self._whole.between(trainer):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._whole.between(trainer):
+            super().on_exception(trainer, pl_module, exception)
+
+
 class Interrupts(Callback):
-    """Ctrl-C and SIGTERM end training between two batches, so that the checkpoint saved on the way out is of a whole
-    step (in the middle of one it would hold weights that are half updated). A second signal ends it at once."""
+    """Ctrl-C and SIGTERM end training between two optimizer steps, on all processes at the same one, so that the
+    checkpoint saved on the way out is of a whole step (in the middle of one it would hold weights that are half
+    updated). A second signal ends it at once."""
 
     def __init__(self) -> None:
         self._signalled = False
+        self._whole = WholeSteps()
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -80,10 +128,14 @@ class Interrupts(Callback):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        self._whole.batch_begins(trainer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
-        self._leave()
+        if self._whole.between(trainer):
+            self._leave(trainer)
 
     def on_validation_batch_end(
         self,
@@ -94,13 +146,14 @@ class Interrupts(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._leave()
+        self._leave(trainer)
 
-    def _leave(self) -> None:
-        if self._signalled:
+    def _leave(self, trainer: Trainer) -> None:
+        if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):  # one process told is all told
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._leave()
+        if self._signalled:
+            raise KeyboardInterrupt
         self._signalled = True
         print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)

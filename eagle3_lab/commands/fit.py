@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from pathlib import Path
 
-from eagle3_lab import checkpoint
+from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import stages
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import write_text
@@ -25,7 +25,8 @@ CLOSING_TEXT, CLOSING_JSON = "closing.txt", "closing.json"
 
 
 def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = False) -> None:
-    """Train a draft head on the target's answers and measure it.
+    """Train a draft head on the target's answers and measure it. Where several processes train together, the first one
+    makes what is missing, logs, saves and measures.
 
     Args:
         experiment: what is run.
@@ -40,12 +41,16 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)
+    work = Work.of(experiment, target, data)
+    if not ranks.is_first():
+        if not dry_run and not work.draft.is_file():
+            stages.train_head(experiment, module, data, None, work)
+        return
     stages.check_rows(module, data)
     stages.check_evaluation(experiment, target, data, module)
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
-    work = Work.of(experiment, target, data)
     with continued(experiment, data, work) as run:
         work.remember(run.id)
         log_setting(experiment, data, run)

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,10 +11,9 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from eagle3_lab import checkpoint
-from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter
+from eagle3_lab import checkpoint, ranks
+from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
 from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
@@ -31,7 +31,7 @@ from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import cache_folder
 from eagle3_lab.tracking import Run, ui_command
 from eagle3_lab.train import DraftModule
-from eagle3_lab.training import quiet_lightning
+from eagle3_lab.training import Training, quiet_lightning
 
 # ------------------------------------------------------------------------------------------------- target and data
 
@@ -41,6 +41,8 @@ def load_target(experiment: Experiment) -> HFTarget:
     with stage("target", "models", 1, experiment.budgets.get("target")) as s:
         if experiment.target.is_made():
             s.reused()
+        elif not ranks.is_first():
+            ranks.wait_for(experiment.target.is_made)
         target = experiment.target.load()
         s.advance()
     return target
@@ -72,7 +74,10 @@ def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
     folder = _answers_folder()
     total = len(experiment.answers.questions())
     with stage("answers", "prompts", total, experiment.budgets.get("answers")) as s:
-        if experiment.answers.place(target, chat, folder).is_file():
+        place = experiment.answers.place(target, chat, folder)
+        if not ranks.is_first():
+            ranks.wait_for(place.is_file)
+        if place.is_file():
             s.reused()
         return experiment.answers.make(target, chat, folder, on_answer=lambda tokens: s.advance(1, tokens=tokens))
 
@@ -123,24 +128,28 @@ def check_rows(module: DraftModule, data: ConversationData) -> None:
         )
 
 
-def train_head(experiment: Experiment, module: DraftModule, data: ConversationData, run: Run, work: Work) -> None:
+def train_head(
+    experiment: Experiment, module: DraftModule, data: ConversationData, run: Run | None, work: Work
+) -> None:
     """Train, going on from the last checkpoint of an interrupted run; ends with ``work.draft``. What is chosen on the
-    way is tagged.
+    way is tagged. ``run`` is None in all processes but the first, which alone logs and saves.
 
     Raises:
-        UserError: no room on the disk, options that Lightning refuses, or a last checkpoint that is damaged.
+        UserError: no room on the disk, options that Lightning refuses, more processes than rows, or a last checkpoint
+            that is damaged.
         KeyboardInterrupt: Ctrl-C or SIGTERM; ``work.last`` is then the last step's.
     """
-    require_room(work.folder, module)
+    if ranks.is_first():
+        require_room(work.folder, module)
     options = experiment.trainer
-    options.check(len(data.train_dataloader()))
-    precision, why = options.precision(next(module.parameters()).device)
+    precision, why = work.products(lambda: options.precision(next(module.parameters()).device))
     going_on = work.last if work.last.is_file() else None
-    run.set_tags({"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()})
-    print(f"training: products in {precision} ({why})", file=sys.stderr)
-    if going_on is not None:
-        print(f"training: goes on from {going_on}, in run {run.id}", file=sys.stderr)
-    saver = ModelCheckpoint(
+    if run is not None:
+        run.set_tags({"products": precision, "products_why": why, "resumed": str(going_on is not None).lower()})
+        print(f"training: products in {precision} ({why})", file=sys.stderr)
+        if going_on is not None:
+            print(f"training: goes on from {going_on}, in run {run.id}", file=sys.stderr)
+    saver = Saver(
         dirpath=work.folder,
         filename=work.last.stem,
         train_time_interval=options.save_interval(),
@@ -152,12 +161,26 @@ def train_head(experiment: Experiment, module: DraftModule, data: ConversationDa
     with quiet_lightning(), stage("training", "steps", None, experiment.budgets.get("training")) as s:
         callbacks = [saver, Reporter(s), Finite(), interrupts]
         trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
+        check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:
             with interrupts.caught():
                 trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         trainer.save_checkpoint(work.draft, weights_only=True)
+    ranks.part()
+    data.trainer = None  # whoever reads the data from here on reads all of it
+
+
+def check_processes(processes: int, options: Training, data: ConversationData) -> None:
+    """Refuse, in the first process and so before the others work, what they could not share. Raises UserError."""
+    loader = data.train_dataloader()
+    if ranks.is_first() and processes > loader.order.rows:
+        raise UserError(
+            f"trainer.devices: {processes} processes, but the training data fills {loader.order.rows} rows of "
+            f"{data.row_length} tokens; at most {loader.order.rows} processes, or a smaller data.row_length"
+        )
+    options.check(math.ceil(len(loader) / processes))
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation

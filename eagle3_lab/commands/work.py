@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from eagle3_lab import checkpoint
+from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.target.adapter import HFTarget
 
-LAST, DRAFT, STATE = "last.ckpt", "draft.ckpt", "state.json"
+LAST, DRAFT, STATE, PRODUCTS = "last.ckpt", "draft.ckpt", "state.json", "products.json"
 
 WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
 ALONE = 4
@@ -50,6 +51,16 @@ class Work:
     def last(self) -> Path:
         """Where an interrupted training goes on from."""
         return self.folder / LAST
+
+    def products(self, choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+        """The number format of this training's products and why: chosen by its first process when it begins, then the
+        same for all its processes and whenever it goes on, however fast the machine is by then."""
+        file = self.folder / PRODUCTS
+        if ranks.is_first() and not file.is_file():
+            write_text(file, json.dumps(choose()))
+        ranks.wait_for(file.is_file)
+        name, why = json.loads(file.read_text())
+        return name, why
 
     def run_id(self) -> str | None:
         """The run that was started for this very experiment; None where there is none yet."""

@@ -166,7 +166,7 @@ class ConversationData(LightningDataModule):
         return documents(some, chat, report, max_length=self.max_length, over_length=self.over_length)
 
     def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
-        rank, world = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+        rank, world = self._share()
         order = RowOrder(
             [len(one) if self.packed else self.row_length for one in found],
             self.row_length,
@@ -178,6 +178,12 @@ class ConversationData(LightningDataModule):
         data = f"{self.hash}, seed {seed}, {self.rows_per_batch} rows of {self.row_length}, {world} processes"
         data += "" if self.packed else ", not packed"
         return RowLoader(PackedRows(found, self.row_length), order, data)
+
+    def _share(self) -> tuple[int, int]:
+        """Which of how many parts of the data this process reads: where a model is itself spread over processes, they
+        read the same part."""
+        told = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (0, 1) if told is None else (told["rank"], told["num_replicas"])
 
     def _check_ids(self, spec: TargetSpec) -> None:
         highest = max(int(one.ids.max()) for one in [*self.train, *self.held_out])

@@ -77,6 +77,10 @@ class PackedRows(Dataset[Batch]):
         self.row_length = row_length
 
     def __getitem__(self, rows: Sequence[Row]) -> Batch:
+        return self.lay(rows)
+
+    def lay(self, rows: Sequence[Row]) -> Batch:
+        """Tokens and masks of these rows."""
         shape = (len(rows), self.row_length)
         ids = torch.zeros(shape, dtype=torch.int64)
         supervised = torch.zeros(shape, dtype=torch.bool)
@@ -117,6 +121,17 @@ class RowOrder:
         self._seed = seed
         self._rank, self._world = rank, world
         self._rows = len(pack(self._lengths, row_length))
+        self._laid: tuple[int, list[Row]] = (-1, [])  # the epoch asked for last
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch, padding rows not counted, on all ranks together."""
+        return self._rows
+
+    @property
+    def processes(self) -> int:
+        """How many ranks share an epoch."""
+        return self._world
 
     def __len__(self) -> int:
         """Batches of any epoch, on each rank."""
@@ -125,10 +140,21 @@ class RowOrder:
     def batches(self, epoch: int) -> list[list[Row]]:
         """This rank's batches of an epoch, in order."""
         step = self._rows_per_batch * self._world
-        generator = epoch_generator(0, 0) if self._seed is None else epoch_generator(self._seed, epoch)
-        rows = pack(self._lengths, self._row_length, generator)
-        rows += [()] * (len(self) * step - len(rows))
+        rows = self._epoch(epoch)
         return [rows[at + self._rank : at + step : self._world] for at in range(0, len(rows), step)]
+
+    def everywhere(self, epoch: int, batch: int) -> list[Row]:
+        """The rows of an epoch's batch ``batch`` on all ranks together."""
+        step = self._rows_per_batch * self._world
+        return self._epoch(epoch)[batch * step : (batch + 1) * step]
+
+    def _epoch(self, epoch: int) -> list[Row]:
+        if self._laid[0] != epoch:
+            step = self._rows_per_batch * self._world
+            generator = epoch_generator(0, 0) if self._seed is None else epoch_generator(self._seed, epoch)
+            rows = pack(self._lengths, self._row_length, generator)
+            self._laid = (epoch, rows + [()] * (len(self) * step - len(rows)))
+        return self._laid[1]
 
 
 class RowLoader:
@@ -145,6 +171,7 @@ class RowLoader:
         self.order = order
         self.data = data
         self._epoch, self._batch = 0, 0  # what comes next
+        self._running = 0  # the epoch of the batch that was given last
         self._resumed = False
 
     def __len__(self) -> int:
@@ -156,10 +183,20 @@ class RowLoader:
             self._epoch, self._batch = self._epoch + 1, 0
         self._resumed = False
         for rows in self.order.batches(self._epoch)[self._batch :]:
-            self._batch += 1
+            batch = self.dataset[rows]  # before it is counted: one that cannot be read is the next one still
+            self._running, self._batch = self._epoch, self._batch + 1
             if self._batch == len(self):
                 self._epoch, self._batch = self._epoch + 1, 0
-            yield self.dataset[rows]
+            yield batch
+
+    def together(self, batches: range) -> Iterator[Batch]:
+        """Batches ``batches`` of the running epoch as all ranks have them together: each one's rows side by side.
+
+        Every rank can lay them out, so what an optimizer step sums over micro-batches and ranks is known to all before
+        the first forward, and no rank has to ask another.
+        """
+        for batch in batches:
+            yield self.dataset.lay(self.order.everywhere(self._running, batch))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch stands."""

@@ -13,20 +13,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eagle3_lab.types import DraftModel, DraftOut
 
+NEARLY_ALL = 7 / 8
+"""From this share on a step's rows are worked off with every teacher of the chunk, those without a row by a row that
+does not count: a few more products, and no second copy of the laws."""
+
 
 @dataclass(frozen=True)
 class Taught:
-    """Draft rows of one step: row ``place[i]``, flat ``b * T + t``, has the chunk's teacher ``slot[i]``; ascending."""
+    """Draft rows of one step: row ``place[i]``, flat ``b * T + t``, has the chunk's teacher ``slot[i]``; ascending.
+
+    ``beside``: a row for every teacher of the chunk, where nearly all have one; those that have none get some row of
+    the batch, whose result is dropped. None: the rows are worked off by themselves.
+    """
 
     step: int
     place: Int[Tensor, " R"]
     slot: Int[Tensor, " R"]
+    beside: Int[Tensor, " C"] | None = None
+
+    @property
+    def rows(self) -> Int[Tensor, " computed"]:
+        """The rows to be worked off."""
+        return self.place if self.beside is None else self.beside
+
+    def spread(self, values: Shaped[Tensor, " R"]) -> Shaped[Tensor, " computed"]:
+        """A value of each row, for the rows to be worked off: 0 where one does not count."""
+        if self.beside is None:
+            return values
+        return torch.zeros_like(self.beside, dtype=values.dtype).index_put((self.slot,), values)
+
+    def pick(self, values: Shaped[Tensor, "computed ..."]) -> Shaped[Tensor, "R ..."]:
+        """Of the rows worked off, those that count."""
+        return values if self.beside is None else values[self.slot]
 
 
 @dataclass(frozen=True)
@@ -66,10 +90,15 @@ def chunks(wanted: Bool[Tensor, "B T S"], size: int) -> list[Chunk]:
     places, slots = place.split(counts), slot.split(counts)
     result = []
     for c in range(count):
-        mine = range(c * depth, (c + 1) * depth)
-        pieces = tuple(Taught(s, places[i], slots[i]) for s, i in enumerate(mine))
         ids = teachers[c * size : (c + 1) * size]
-        result.append(Chunk(ids // wide, ids % wide, pieces))
+        row, column = ids // wide, ids % wide
+        pieces = []
+        for s in range(depth):
+            i, beside = c * depth + s, None
+            if NEARLY_ALL * ids.shape[0] <= counts[i] < ids.shape[0]:
+                beside = row * rows + (column - 1 - s).clamp(0, rows - 1)
+            pieces.append(Taught(s, places[i], slots[i], beside))
+        result.append(Chunk(row, column, tuple(pieces)))
     return result
 
 
@@ -90,7 +119,7 @@ class Collected:
         """Take the gradient of one piece's loss, which ends its graph."""
         by_leaf, *found = torch.autograd.grad(loss, [leaf, *self._parameters], allow_unused=True)
         if by_leaf is not None:
-            self._by_row[piece.step][piece.place] = by_leaf
+            self._by_row[piece.step][piece.place] = piece.pick(by_leaf)
         for i, gradient in enumerate(found):
             so_far = self._by_parameter[i]
             if gradient is not None:

@@ -9,6 +9,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -28,9 +29,10 @@ Reduction = Literal["supervised", "all"]
 
 MIB = 2**20
 
-TARGET_COPIES, DRAFT_COPIES = 3, 6
-"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up), and of Vd while one
-step learns from it (p, log q, and what statistics, a term and its gradient pass through)."""
+TARGET_COPIES, DRAFT_COPIES, LAW_COPIES = 3, 6, 3
+"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up); of Vd while one step
+learns from it (p, log q, and what statistics, a term and its gradient pass through), and while laws are made (those
+that are, and all of them put together)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class UnrolledLoss:
     target leaves the draft vocabulary (:mod:`eagle3_lab.draft.teacher`), ``reduction`` what N_s counts: "supervised"
     the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does. ``budget_mib`` bounds
     the memory, in MiB, of laws and logits alive at once: how many rows are worked off together
-    (:mod:`eagle3_lab.draft.chunked`), never what comes out. On an accelerator more is faster.
+    (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
 
     Raises:
         ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, ``edge``
@@ -75,7 +77,7 @@ class UnrolledLoss:
         edge: Edge = "dropped",
         oov: Oov = "drop",
         reduction: Reduction = "supervised",
-        budget_mib: int = 256,
+        budget_mib: int | None = 256,
     ) -> None:
         names = {"mask": (mask, Mask), "edge": (edge, Edge), "oov": (oov, Oov), "reduction": (reduction, Reduction)}
         for key, (value, legal) in names.items():
@@ -87,8 +89,8 @@ class UnrolledLoss:
             raise ValueError(f"step_decay must be in (0, 1], got {step_decay}")
         if edge == "counted" and mask != "official":
             raise ValueError(f"edge 'counted' exists only with mask 'official', got mask {mask!r}")
-        if budget_mib < 1:
-            raise ValueError(f"budget_mib must be >= 1, got {budget_mib}")
+        if budget_mib is not None and budget_mib < 1:
+            raise ValueError(f"budget_mib must be >= 1, or null for all rows at once, got {budget_mib}")
         self.row_terms = [term for term in terms if isinstance(term, RowTerm) and term.weight > 0]
         self.step_terms = [term for term in terms if isinstance(term, StepTerm) and term.weight > 0]
         self.feature_terms = [term for term in terms if isinstance(term, FeatureTerm) and term.weight > 0]
@@ -156,36 +158,46 @@ class UnrolledLoss:
         sums, by_row = torch.zeros_like(share), (batch.ids.numel(), depth)
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
-        size = self.rows_at_once(target, vocab, wide)
+        rows, teachers = self.rows_at_once(target, vocab, wide)
         acceptance = torch.zeros_like(share)
         if self.step_terms:
-            acceptance = self._acceptance(draft, steps, batch, target, top, weights, size)
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
-        for chunk in chunks((weights > 0) | judged, size):
-            states, teacher = self._teach(target, top, batch, vocab, chunk)
+        for chunk in chunks((weights > 0) | judged, rows):
+            states, teacher = self._teach(target, top, batch, vocab, chunk, teachers)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
-                law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
-                leaf = steps[s].head_in.detach().flatten(0, 1)[place].requires_grad_(collected is not None)
+                law, aims = teacher, states
+                if piece.rows.shape != teacher.label.shape:  # else all of them, in order
+                    law, aims = teacher.rows(slot), states[slot]
+                leaf = steps[s].head_in.detach().flatten(0, 1)[piece.rows].requires_grad_(collected is not None)
                 log_q = _log_law(draft.logits(leaf, s))
                 with torch.no_grad():
-                    hit[place, s] = vocab[log_q.argmax(-1)] == law.argmax
-                    overlap[place, s] = law.overlap(log_q).to(wide)
-                losses = self._row_losses(log_q, law, acceptance[s]) + self._feature_losses(leaf, states, slot)
-                loss = (losses * weights[..., s].flatten()[place]).sum()
+                    hit[place, s] = piece.pick(vocab[log_q.argmax(-1)] == law.argmax)
+                    overlap[place, s] = piece.pick(law.overlap(log_q)).to(wide)
+                losses = self._row_losses(log_q, law, acceptance[s]) + self._feature_losses(leaf, aims)
+                loss = (losses * piece.spread(weights[..., s].flatten()[place])).sum()
                 sums[s] += loss.detach()
                 if collected is not None:
                     collected.add(loss * (share[s] / largest), leaf, piece)
+                del law, leaf, log_q, losses, loss  # or they would live while the next piece's are made
+            del teacher, states, aims
         means, shape = sums / counts, (*batch.ids.shape, depth)
         total = (decay * means).sum()
         if collected is not None:
             total = collected.total(total, largest)
         return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
 
-    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> int:
-        """How many target rows' laws fit the budget, at least 1."""
-        row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
-        return max(1, self.budget_mib * MIB // row)
+    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> tuple[int, int]:
+        """How many target rows' laws fit the budget together, and how many of them fit it while they are made from full
+        logits; at least 1 each. The fewer pieces a step has, the fewer times a trained head's gradient is added up.
+        """
+        if self.budget_mib is None:
+            return sys.maxsize, sys.maxsize
+        budget, size = self.budget_mib * MIB // dtype.itemsize, vocab.shape[0]
+        rows = max(1, budget // (DRAFT_COPIES * size))
+        made = (budget - LAW_COPIES * rows * size) // (TARGET_COPIES * target.spec.vocab)
+        return rows, max(1, made)
 
     @torch.no_grad()
     def _acceptance(
@@ -196,12 +208,12 @@ class UnrolledLoss:
         target: FrozenTarget,
         top: Tensor,
         weights: Tensor,
-        size: int,
     ) -> Float[Tensor, " S"]:
         """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
         total = weights.new_zeros((2, len(steps)), dtype=torch.promote_types(weights.dtype, torch.float32))
-        for chunk in chunks(weights > 0, size):
-            _, teacher = self._teach(target, top, batch, draft.vocab, chunk)
+        rows, teachers = self.rows_at_once(target, draft.vocab, total.dtype)
+        for chunk in chunks(weights > 0, rows):
+            _, teacher = self._teach(target, top, batch, draft.vocab, chunk, teachers)
             for piece in chunk.pieces:
                 s, law = piece.step, teacher.rows(piece.slot)
                 weight = weights[..., s].flatten()[piece.place] * law.taught
@@ -217,14 +229,14 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(log_q, law, acceptance)
         return total * law.taught
 
-    def _feature_losses(self, head_in: Tensor, states: Tensor, slot: Tensor) -> Tensor:
+    def _feature_losses(self, head_in: Tensor, aims: Tensor) -> Tensor:
         total = head_in.new_zeros(head_in.shape[0])
         for term in self.feature_terms:
-            total = total + term.weight * term.per_row(head_in, states[slot])
+            total = total + term.weight * term.per_row(head_in, aims)
         return total
 
     def _teach(
-        self, target: FrozenTarget, top: Tensor, batch: Batch, vocab: Tensor, chunk: Chunk
+        self, target: FrozenTarget, top: Tensor, batch: Batch, vocab: Tensor, chunk: Chunk, at_once: int
     ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
@@ -235,7 +247,7 @@ class UnrolledLoss:
         if self.edge == "counted":
             blank = chunk.column > last
             states = states.masked_fill(blank[:, None], 0)
-        return states, replace(teach(target, states, vocab, self.oov, blank), said=said)
+        return states, replace(teach(target, states, vocab, self.oov, blank, at_once), said=said)
 
 
 def _log_law(logits: Tensor) -> Tensor:

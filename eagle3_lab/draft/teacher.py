@@ -63,9 +63,11 @@ def teach(
     vocab: Int[Tensor, " Vd"],
     oov: Oov,
     blank: Bool[Tensor, " M"] | None = None,
+    at_once: int | None = None,
 ) -> Teacher:
-    """Teachers of M top states of the target. ``blank`` rows stand for rows past the text: all their logits are 0."""
-    chunk = max(1, CHUNK_BYTES // (4 * target.spec.vocab))
+    """Teachers of M top states of the target. ``blank`` rows stand for rows past the text: all their logits are 0.
+    ``at_once``: how many rows' full logits are alive together; None: what CHUNK_BYTES allow."""
+    chunk = max(1, CHUNK_BYTES // (4 * target.spec.vocab)) if at_once is None else at_once
     parts = []
     for begin in range(0, max(top.shape[0], 1), chunk):
         here = slice(begin, begin + chunk)

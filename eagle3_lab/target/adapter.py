@@ -112,6 +112,10 @@ class HFTarget(FrozenTarget):
     def dtype(self) -> torch.dtype:
         return self._embedding_weight().dtype
 
+    def move(self, device: torch.device) -> None:
+        """Carry the model to another device."""
+        self.model.to(device)  # pyright: ignore[reportArgumentType]  transformers' decorator hides the signature
+
     def _embedding_weight(self) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from eagle3_lab import ranks
 from eagle3_lab.errors import UserError
 from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
@@ -216,12 +217,18 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _moved(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    wanted = _own() if device == "auto" else device
     try:
         return model.to(wanted)  # pyright: ignore[reportArgumentType]  transformers' decorator hides the signature
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without CUDA
         said = " ".join(str(error).split())[:120]
         raise UserError(f"target.device: {wanted!r} cannot be used ({said}); auto, cpu, cuda or cuda:0") from None
+
+
+def _own() -> str:
+    """This process's accelerator, else the CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{ranks.local() % count}" if count else "cpu"
 
 
 def _short(data: bytes) -> str:

@@ -114,7 +114,7 @@ class Case:
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many teachers share a chunk: budgets are in MiB, and these tensors in bytes."""
-    return lambda rows: monkeypatch.setattr(UnrolledLoss, "rows_at_once", lambda *_: rows)
+    return lambda rows: monkeypatch.setattr(UnrolledLoss, "rows_at_once", lambda *_: (rows, rows))
 
 
 # ---- by hand
@@ -216,6 +216,23 @@ def test_the_backward_scales_with_what_comes_in_and_may_be_repeated(make_lab: An
     torch.testing.assert_close(tripled, {name: 3 * value for name, value in once.items()})
 
 
+def test_a_step_that_nearly_all_teachers_teach_drops_what_the_others_give(
+    make_lab: Any, make_batch: Any, few_at_once: Any
+) -> None:
+    """Documents of 20 and 19 tokens at once: steps 1 and 2 lack a row or two of 35 teachers, and none counts twice."""
+    few_at_once(1000)
+    batch = make_batch([(20, 1), (19, 1)], length=40)
+    wanted = UnrolledLoss([SoftCE()]).weights(batch, 3) > 0
+    (chunk,) = chunks(wanted, 1000)
+    first, *later = chunk.pieces
+    assert first.beside is None and first.rows is first.place
+    for piece in later:
+        assert piece.beside is not None and piece.rows.shape == chunk.row.shape
+        assert torch.equal(piece.pick(piece.rows), piece.place)
+        assert piece.spread(torch.ones(len(piece.slot))).sum() == len(piece.place) < len(chunk.row)
+    Case(make_lab, batch).agrees(UnrolledLoss([SoftCE(), HardCE(0.3), TopKCE(0.2, k=3)]))
+
+
 def test_without_gradients_the_numbers_are_the_same(make_lab: Any, make_batch: Any) -> None:
     case = Case(make_lab, make_batch([(9, 3)], length=9))
     loss = UnrolledLoss([SoftCE(), HardCE()])
@@ -302,5 +319,5 @@ def test_memory_keeps_to_the_budget_however_deep_the_unroll(
 
 
 def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="budget_mib must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="budget_mib must be >= 1, or null for all rows at once, got 0"):
         UnrolledLoss([SoftCE()], budget_mib=0)

@@ -1,0 +1,195 @@
+"""`bench train`: tokens/s of a training step, its share of the machine's rate, its memory, and a rival's step beside
+it."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from eagle3_lab.commands import stages
+from eagle3_lab.commands.bench_memory import Peaks, peaks
+from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.rival import Rival
+from eagle3_lab.errors import UserError
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.operations import Operations, count
+from eagle3_lab.progress import stage
+from eagle3_lab.provenance import machine
+from eagle3_lab.timed_step import TimedStep
+from eagle3_lab.train import DraftModule
+from eagle3_lab.training import time_product
+from eagle3_lab.types import Batch
+
+SIZE = 2048  # of the cubed product whose rate is the machine's
+DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured: a head, a batch with its loss's rows chosen, and the number format."""
+
+    module: DraftModule
+    batch: Batch
+    products: str
+    clip: float | None
+
+    @staticmethod
+    def of(experiment: Experiment, every_row: bool) -> Setup:
+        """The experiment's head on the first batch of its data. Raises UserError for a format that is not timed."""
+        target = stages.load_target(experiment)
+        data = stages.build_data(experiment, target, answer=False)
+        module = stages.build_module(experiment, target, data)
+        products, _ = experiment.trainer.precision(target.device)
+        if products not in DTYPES:
+            raise UserError(f"trainer.precision: {products!r} is not timed; one of {', '.join(DTYPES)}")
+        batch = next(iter(data.train_dataloader())).to(target.device)
+        if every_row:
+            batch = replace(batch, supervised=batch.document >= 0)
+        return Setup(module, batch, products, experiment.trainer.options.get("gradient_clip_val"))
+
+    def step(self, with_loss: bool = True) -> TimedStep:
+        return TimedStep(self.module, self.batch, self.products, self.clip, with_loss)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Seconds of repeated steps of ``tokens`` tokens."""
+
+    seconds: Sequence[float]
+    cpu_seconds: Sequence[float]
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / median(self.seconds)
+
+    def report(self) -> dict[str, Any]:
+        spread = quantiles(self.seconds, n=4) if len(self.seconds) > 1 else [self.seconds[0]] * 3
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "seconds": median(self.seconds),
+            "seconds_quartiles": [spread[0], spread[2]],
+            "cpu_seconds": median(self.cpu_seconds) if self.cpu_seconds else None,
+            "all_seconds": list(self.seconds),
+        }
+
+
+def bench_train(
+    experiment: Experiment, *, steps: int, every_row: bool, memory: bool, rival: Path | None, json: Path | None
+) -> None:
+    """Measure and print. See `bench` for what the options mean.
+
+    Raises:
+        UserError: fewer than one step, a rival that does not start, or what building the experiment raises.
+    """
+    if steps < 1:
+        raise UserError(f"--steps: must be >= 1, got {steps}")
+    setup = Setup.of(experiment, every_row)
+    step = setup.step()
+    operations = count(setup.module.source, setup.module.draft, setup.module.unroll.depth, setup.batch, step.taps)
+    found = _timed(setup, step, steps, rival)
+    found["operations"] = asdict(operations) | {"total": operations.total}
+    _shares(found, operations)
+    found["memory"] = None if not memory else _memory(experiment, every_row)
+    print(as_text(found), end="")
+    if json is not None:
+        write_text(json, json_module.dumps(found, indent=2) + "\n")
+
+
+def shape_of(setup: Setup) -> dict[str, Any]:
+    """What was measured, in numbers."""
+    batch, module = setup.batch, setup.module
+    weights = module.loss.weights(batch, module.unroll.depth) > 0
+    return {
+        "rows": batch.ids.shape[0],
+        "row_length": batch.ids.shape[1],
+        "tokens": int((batch.document >= 0).sum()),
+        "documents": sum(len(set(row) - {-1}) for row in batch.document.tolist()),
+        "rows_with_loss": float(weights.float().mean()),
+        "depth": module.unroll.depth,
+        "draft_vocab": module.draft.vocab.shape[0],
+        "products": setup.products,
+        "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _timed(setup: Setup, step: TimedStep, steps: int, python: Path | None) -> dict[str, Any]:
+    """Ours, the rival's and one product of the machine's, in turn; the first turn warms up."""
+    device, dtype = setup.batch.ids.device, DTYPES[setup.products]
+    tokens = int((setup.batch.document >= 0).sum())
+    ours, theirs, products = [], [], []
+    other = None if python is None else Rival(python, setup.module, setup.batch, setup.products)
+    try:
+        with stage("bench", "rounds", 1 + steps) as s:
+            for _ in range(1 + steps):
+                ours.append(step())
+                if other is not None:
+                    theirs.append(other.step())
+                products.append(time_product(device, dtype, SIZE, repeats=1))
+                s.advance()
+    finally:
+        if other is not None:
+            other.close()
+    found: dict[str, Any] = {"shape": shape_of(setup), "machine": machine()}
+    found["product_rate"] = 2 * SIZE**3 / median(products[1:])
+    found["ours"] = Series([t.seconds for t in ours[1:]], [t.cpu_seconds for t in ours[1:]], tokens).report()
+    if other is not None:
+        rival = Series([t["seconds"] for t in theirs[1:]], [t["cpu_seconds"] for t in theirs[1:]], tokens)
+        ratios = [b["seconds"] / a.seconds for a, b in zip(ours[1:], theirs[1:], strict=True)]
+        found["rival"] = rival.report() | other.described | {"peak_bytes": theirs[-1]["peak_bytes"]}
+        found["times_faster"] = {"median": median(ratios), "all": ratios}
+    return found
+
+
+def _shares(found: dict[str, Any], operations: Operations) -> None:
+    seconds = found["ours"]["seconds"]
+    found["ours"]["operations_per_s"] = operations.total / seconds
+    found["ours"]["share_of_product_rate"] = operations.total / seconds / found["product_rate"]
+
+
+def _memory(experiment: Experiment, every_row: bool) -> dict[str, Any]:
+    with stage("memory", "processes", 2) as s:
+        measured: list[Peaks] = []
+        for with_loss in (True, False):
+            measured.append(peaks(experiment, every_row=every_row, with_loss=with_loss))
+            s.advance()
+    whole, without = (one.bytes for one in measured)
+    told = {"step_bytes": whole, "without_loss_bytes": without, "head_and_loss_bytes": whole - without}
+    return told | {"budget_mib": experiment.model.budget_mib, "method": measured[0].method}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The measurements for a reader."""
+    shape, ours = found["shape"], found["ours"]
+    low, high = ours["seconds_quartiles"]
+    told = (
+        f"{shape['rows']} x {shape['row_length']} tokens in {shape['documents']} documents, depth {shape['depth']}, "
+        f"draft vocabulary {shape['draft_vocab']}, {shape['products']}, {shape['threads']} threads, "
+        f"{shape['rows_with_loss']:.0%} of rows with a loss\n"
+        f"ours: {ours['tokens_per_s']:.0f} tokens/s ({ours['seconds']:.2f} s a step, median of "
+        f"{len(ours['all_seconds'])}; quartiles {low:.2f} to {high:.2f})\n"
+        f"model operations: {found['operations']['total'] / 1e9:.1f} G a step, teacher at nothing; "
+        f"{ours['operations_per_s'] / 1e9:.1f} G/s is {ours['share_of_product_rate']:.1%} of this machine's "
+        f"{found['product_rate'] / 1e9:.1f} G/s at {SIZE} cubed in the same format, in the same run\n"
+    )
+    if "rival" in found:
+        rival, faster = found["rival"], found["times_faster"]["median"]
+        path = "; on a CPU its eager path is what was measured" if rival["attention"] == "eager" else ""
+        told += (
+            f"speculators {rival['versions']['speculators']} ({rival['parameters'] / 1e6:.1f} M trained): "
+            f"{rival['tokens_per_s']:.0f} tokens/s; ours is {faster:.2f} times as fast, in turns{path}\n"
+        )
+    if (memory := found["memory"]) is not None:
+        told += (
+            f"peak memory beyond weights and features: {memory['step_bytes'] / 2**20:.0f} MiB a step, of which head "
+            f"and loss {memory['head_and_loss_bytes'] / 2**20:.0f} MiB (budget for laws and logits: "
+            f"{memory['budget_mib']} MiB); {memory['method']}\n"
+        )
+    return told

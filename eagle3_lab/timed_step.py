@@ -1,0 +1,72 @@
+"""A training step by itself, to be timed: one packed batch, its features at hand, the rest as in `fit`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3_lab.train import DraftModule
+from eagle3_lab.types import Batch, Needs
+
+
+@dataclass(frozen=True)
+class Took:
+    """Wall-clock and processor seconds of one step (the latter of all this process's threads), and its loss."""
+
+    seconds: float
+    cpu_seconds: float
+    loss: float
+
+
+class TimedStep:
+    """Forward, backward, clipping and AdamW on one batch, again and again. The target runs once, when this is made.
+
+    Args:
+        module: a built head with its target.
+        batch: packed rows.
+        products: Lightning's name of the number format, "bf16-mixed" or "32-true".
+        clip: largest norm of the gradient; None: not clipped.
+        with_loss: False puts the sum of the heads' inputs in the loss's place, for what head and loss take.
+    """
+
+    def __init__(
+        self, module: DraftModule, batch: Batch, products: str, clip: float | None = None, with_loss: bool = True
+    ) -> None:
+        if products not in ("bf16-mixed", "32-true"):
+            raise ValueError(f"products must be bf16-mixed or 32-true, got {products!r}")
+        self._module, self._batch, self._clip, self._with_loss = module.train(), batch, clip, with_loss
+        self._target = module.target
+        self._narrow = products == "bf16-mixed"
+        out = self._target.features(batch, Needs(layers=module.source.layers(self._target.spec.layers), top=True))
+        assert out.top is not None
+        self.taps, self._top = out.taps, out.top.to(self._target.dtype)
+        self._optimizer = module.optimization.adamw(module)
+
+    def __call__(self) -> Took:
+        """One step. The loss is read, so the device has finished."""
+        self._wait()
+        began, ran = time.perf_counter(), time.process_time()
+        loss = self.forward()
+        self._optimizer.zero_grad()
+        loss.backward()
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip)
+        self._optimizer.step()
+        self._wait()
+        return Took(time.perf_counter() - began, time.process_time() - ran, float(loss.detach()))
+
+    def forward(self) -> Tensor:
+        """The loss of the batch."""
+        module, device = self._module, self._batch.ids.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._narrow):
+            steps = list(module.unroll(module.draft, module.source(self.taps), self._batch))
+            if not self._with_loss:
+                return torch.stack([out.head_in.sum(dtype=torch.float32) for out in steps]).sum()
+            return module.loss(module.draft, steps, self._batch, self._target, self._top).total
+
+    def _wait(self) -> None:
+        if self._batch.ids.device.type == "cuda":
+            torch.cuda.synchronize(self._batch.ids.device)
