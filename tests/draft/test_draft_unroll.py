@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.joined import JoinedUnrolled
 from eagle3_lab.draft.layer import Eagle3
+from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, Rows
 
@@ -70,6 +72,15 @@ def test_a_carry_of_several_tensors_is_fed_back_and_cut_as_one(detach: bool, mak
 def test_a_depth_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="unroll.depth must be >= 1, got 0"):
         Unroll(depth=0)
+
+
+def test_judging_goes_deeper_than_training_and_attends_as_decoding_does() -> None:
+    trained = Unroll(depth=1, detach=True, attention=MultiplicativeUnrolled)
+    judging = trained.judging(4)
+    assert (judging.depth, judging.detach, judging.attention) == (4, True, JoinedUnrolled)
+    assert (trained.depth, trained.attention) == (1, MultiplicativeUnrolled)
+    with pytest.raises(ValueError, match="judged_depth must be >= 1, got 0"):
+        trained.judging(0)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_the_parallel_unroll_drafts_as_serial_decoding_does(
             position = position[:, -1:] + 1
 
 
+def test_a_heads_padding_rows_are_never_drafted(make_lab: Callable[..., Any]) -> None:
+    lab = make_eagle(make_lab)
+    lab.target.spec = dataclasses.replace(lab.target.spec, tokens=VOCAB - 3)
+    draft = Eagle1()
+    draft.build(lab.target, 12, torch.arange(VOCAB - 3))
+    head_in = torch.randn(4, 12).double()
+    torch.testing.assert_close(draft.logits(head_in, 0), lab.target.logits(head_in)[:, : VOCAB - 3])
+    with pytest.raises(ValueError, match="draft_vocab must be null"):
+        draft.build(lab.target, 12, torch.arange(VOCAB - 4))
+
+
 def test_only_the_drafts_own_weights_are_trained(make_lab: Callable[..., Any], make_batch: Any) -> None:
     lab, batch = make_eagle(make_lab), make_batch([(9, 3)], length=9)
     lab.target.head.requires_grad_(False)
@@ -121,11 +133,19 @@ def test_a_smaller_draft_vocabulary_is_refused(make_lab: Callable[..., Any]) -> 
         make_lab(draft=Eagle1(), vocab_size=9)
 
 
+def test_a_source_of_another_width_is_refused(make_lab: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="features.width must be null for Eagle1, .* head of width 12, got 8"):
+        make_lab(draft=Eagle1(), vocab_size=VOCAB, width=8)
+
+
 def test_multiplicative_masking_on_packed_rows_is_refused(make_lab: Callable[..., Any], make_batch: Any) -> None:
     lab, unroll = make_eagle(make_lab), Unroll(2, attention=MultiplicativeUnrolled)
     with pytest.raises(UserError, match="needs one document a row, got a row of 2; set data.packed: false"):
         lab.unrolled(make_batch([(5, 1), (4, 1)], length=10), unroll)
     assert len(lab.unrolled(make_batch([(5, 1)], [(4, 1)], length=10), unroll)) == 2
+    with pytest.raises(UserError, match="needs one document a row"):
+        unroll.attention().check(make_batch([(5, 1), (4, 1)], length=10).document)
+    unroll.attention().check(make_batch([(5, 1)], length=10).document)
 
 
 @pytest.mark.parametrize("head", [Eagle1, Eagle3])
