@@ -166,7 +166,8 @@ class Eagle3(DraftModel):
         self.body = Body(num_layers, intermediate, heads, kv_heads, head_dim, rope_base, rms_eps)
         if head not in ("target", "frozen", "random"):
             raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
-        self.head, self.embedding = head, embedding
+        self.head = head
+        self.embedding: Embedding = embedding
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
         spec, body = target.spec, self.body.fit(target)

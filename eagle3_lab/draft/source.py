@@ -19,7 +19,8 @@ class FusedFeature(FeatureSource):
     """Several intermediate states, joined low to high and projected to the draft's width without bias.
 
     ``width`` is the draft's; None: the target's. ``layers`` are strictly ascending ids within ``0 .. n`` of a target of
-    n blocks. None is the official choice ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for the small targets 4 <= n < 7:
+    n blocks. None is the official choice ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for
+    the small targets 4 <= n < 7:
 
         n = 32: 2 16 29      n = 7: 2 3 4      n = 6: 1 3 5      n = 5: 1 2 4      n = 4: 1 2 3
 

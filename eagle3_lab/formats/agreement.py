@@ -67,9 +67,7 @@ def refuse_disagreement(
         )
 
 
-def _refuse_sizes(
-    place: str, config: Mapping[str, Any], spec: TargetSpec, source: FusedFeature, draft: Eagle3
-) -> None:
+def _refuse_sizes(place: str, config: Mapping[str, Any], spec: TargetSpec, source: FusedFeature, draft: Eagle3) -> None:
     first = draft.layers[0]
     assert isinstance(first, FusingLayer)
     attention = first.self_attn

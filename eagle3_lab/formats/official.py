@@ -37,8 +37,8 @@ from eagle3_lab.types import DraftModel, FeatureSource
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 EMBEDDING, FUSION = "embed_tokens.weight", "fc.weight"
-RENAMED = ("midlayer.", "layers.0.")
-"""How the first layer is called there, and here."""
+THERE, HERE = "midlayer.", "layers.0."
+"""How the first layer is called by them, and by us."""
 
 DERIVED = "rotary_emb.inv_freq"
 """Ends the name of a buffer that old heads carry, and that their configuration decides."""
@@ -46,7 +46,7 @@ DERIVED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class PublicHead:
-    """A head as its files hold it. ``place`` names it in messages; ``tensors`` are by their public names, on the CPU."""
+    """A head as its files hold it. ``place`` names it in messages; ``tensors`` are by public names, on the CPU."""
 
     place: str
     config: dict[str, Any]
@@ -162,7 +162,7 @@ def _vocabulary(head: PublicHead, vocab: int) -> Tensor:
 def _ours(head: PublicHead, target: HFTarget, draft: Eagle3) -> dict[str, Tensor]:
     """The head's tensors by our names, those left out that our parts have from elsewhere."""
     found = {
-        name.replace(*RENAMED): value
+        name.replace(THERE, HERE): value
         for name, value in head.tensors.items()
         if name not in ("d2t", "t2d") and not name.endswith(DERIVED)
     }
@@ -188,7 +188,7 @@ def _is_targets(embedding: Tensor, target: HFTarget, rows: int = 8192) -> bool:
 
 def _fitting(head: PublicHead, tensors: dict[str, Tensor], name: str, wanted: Tensor) -> Tensor:
     """Take one tensor out, refusing another shape."""
-    public = name.replace(*reversed(RENAMED)).replace("embed.tokens.", "embed_tokens.")
+    public = name.replace(HERE, THERE).replace("embed.tokens.", "embed_tokens.")
     if name not in tensors:
         raise UserError(f"{head.place}: no tensor {public}")
     found = tensors.pop(name)
@@ -201,7 +201,7 @@ def public_tensors(source: FusedFeature, draft: Eagle3, dtype: torch.dtype | Non
     """Built parts as a public head's tensors, on the CPU, in ``dtype`` (None: their own)."""
     named = {FUSION: source.fc.weight}
     named |= {
-        name.replace(*reversed(RENAMED)): value
+        name.replace(HERE, THERE): value
         for name, value in draft.state_dict().items()
         if not name.startswith(("draft_vocab.", "embed."))
     }

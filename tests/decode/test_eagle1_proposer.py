@@ -67,7 +67,9 @@ def test_greedy_answers_are_vanillas(trained: tuple[HFTarget, DraftModule], grow
 
 
 @pytest.mark.parametrize(
-    ("depth", "judged"), [(DEPTH, DEPTH), (1, 7), (3, 2)], ids=["as trained", "one step, judged at 7", "judged shallower"]
+    ("depth", "judged"),
+    [(DEPTH, DEPTH), (1, 7), (3, 2)],
+    ids=["as trained", "deeper than one step", "shallower"],
 )
 def test_the_walked_hit_table_is_the_chain_decoder_integer_for_integer(depth: int, judged: int) -> None:
     target, module = train(Unroll(depth, detach=True), judged)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import drafts_as_serially
 
 from eagle3_lab.draft.attention import DenseUnrolled
 from eagle3_lab.draft.eagle1 import Eagle1
@@ -17,7 +18,7 @@ from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
 from eagle3_lab.draft.terms import SoftCE
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Context, Rows
+from eagle3_lab.types import PADDING, Rows
 
 VOCAB = 23
 LAYER = [
@@ -79,21 +80,13 @@ def test_multiplicative_masking_gives_unseen_keys_score_zero() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_parallel_unroll_drafts_as_serial_decoding_does(
-    num_layers: int, make_lab: Callable[..., Any], make_batch: Any, growing: Callable[[], Context]
+    num_layers: int, make_lab: Callable[..., Any], make_batch: Any
 ) -> None:
-    depth = 4
     lab, batch = make_eagle(make_lab, num_layers=num_layers), make_batch([(10, 3)], length=10)
-    features = lab.source(lab.taps(batch)[0])
-    parallel = [out.head_in for out in Unroll(depth, detach=True)(lab.draft, features, batch)]
-    for anchor in range(10 - depth - 1):
-        context = growing()
-        carry, ids = lab.draft.start(features[:, : anchor + 1]), batch.ids[:, 1 : anchor + 2]
-        position = torch.arange(anchor + 1)[None]
-        for s in range(depth):
-            out = lab.draft.step(carry, ids, Rows(position), s, context)
-            torch.testing.assert_close(out.head_in[:, -1], parallel[s][:, anchor], rtol=1e-10, atol=1e-10)
-            carry, ids = out.carry[:, -1:], batch.ids[:, anchor + 2 + s, None]
-            position = position[:, -1:] + 1
+    drafts_as_serially(Unroll(4, detach=True), lab.draft, lab.source(lab.taps(batch)[0]), batch)
+    # seven steps deep though trained for one, and though trained with the published masking
+    judging = Unroll(1, detach=True, attention=MultiplicativeUnrolled).judging(7)
+    drafts_as_serially(judging, lab.draft, lab.source(lab.taps(batch)[0]), batch)
 
 
 def test_a_heads_padding_rows_are_never_drafted(make_lab: Callable[..., Any]) -> None:
