@@ -16,6 +16,8 @@ from eagle3_lab.types import TargetSpec
 EXTENSIONS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 """Switches of later variants, each off in EAGLE-3."""
 
+TARGET = "another target is needed"
+
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 INPUT, OUTPUT = LAYERS, "eagle_config"
 """The list at the top counts a block's inputs, as we do (vLLM, speculators); the one inside ``eagle_config`` counts its
@@ -52,9 +54,12 @@ def refuse_disagreement(
     if layers != ours:
         raise UserError(
             f"{place}: config.json: reads hidden states {list(layers)}, the experiment {list(ours)}; set "
-            f"model.features.init_args.layers: {list(layers)}"
+            f"model.features.layers: {list(layers)}"
         )
-    theirs = rotary_of(config, _head_dim(config))
+    try:
+        theirs = rotary_of(config, _head_dim(config))
+    except UserError as error:
+        raise UserError(f"{place}: config.json: {error}") from None
     mine = draft.rotary
     same = torch.allclose(theirs.inv_freq.cpu(), mine.inv_freq.cpu().float(), rtol=1e-5)
     if not same or abs(theirs.scale - mine.scale) > 1e-6:
@@ -63,7 +68,7 @@ def refuse_disagreement(
         needed = str(float(parameters["rope_theta"])) if plain else "null (the target's own, where it is that one)"
         raise UserError(
             f"{place}: config.json: turns by rope {parameters['rope_type']} of base {parameters['rope_theta']}, the "
-            f"experiment's draft otherwise; set model.draft.init_args.rope_base: {needed}"
+            f"experiment's draft otherwise; set model.draft.rope_base: {needed}"
         )
 
 
@@ -71,41 +76,28 @@ def _refuse_sizes(place: str, config: Mapping[str, Any], spec: TargetSpec, sourc
     first = draft.layers[0]
     assert isinstance(first, FusingLayer)
     attention = first.self_attn
-    heads = config.get("num_attention_heads")
-    compared = (
-        ("vocab_size", config.get("vocab_size"), spec.vocab, "target"),
-        ("target_hidden_size", config.get("target_hidden_size") or spec.hidden, spec.hidden, "target"),
-        ("hidden_size", config.get("hidden_size"), source.fc.out_features, "model.features.init_args.width"),
-        ("num_hidden_layers", config.get("num_hidden_layers"), draft.num_layers, "model.draft.init_args.num_layers"),
-        (
-            "intermediate_size",
-            config.get("intermediate_size"),
-            first.mlp.gate_proj.out_features,
-            "model.draft.init_args.intermediate",
-        ),
-        ("head_dim", _head_dim(config), attention.head_dim, "model.draft.init_args.head_dim"),
-        (
-            "num_attention_heads",
-            heads,
-            attention.q_proj.out_features // attention.head_dim,
-            "model.draft.init_args.heads",
-        ),
-        (
-            "num_key_value_heads",
-            config.get("num_key_value_heads") or heads,
-            attention.k_proj.out_features // attention.head_dim,
-            "model.draft.init_args.kv_heads",
-        ),
-        ("rms_norm_eps", config.get("rms_norm_eps"), draft.norm.eps, "model.draft.init_args.rms_eps"),
-    )
-    for name, theirs, ours, key in compared:
-        if theirs is None:
+    ours = {
+        "vocab_size": (spec.vocab, TARGET),
+        "target_hidden_size": (spec.hidden, TARGET),
+        "hidden_size": (source.fc.out_features, "model.features.width"),
+        "num_hidden_layers": (draft.num_layers, "model.draft.num_layers"),
+        "intermediate_size": (first.mlp.gate_proj.out_features, "model.draft.intermediate"),
+        "num_attention_heads": (attention.q_proj.out_features // attention.head_dim, "model.draft.heads"),
+        "num_key_value_heads": (attention.k_proj.out_features // attention.head_dim, "model.draft.kv_heads"),
+        "head_dim": (attention.head_dim, "model.draft.head_dim"),
+        "rms_norm_eps": (draft.norm.eps, "model.draft.rms_eps"),
+    }
+    theirs = {"target_hidden_size": spec.hidden, "num_key_value_heads": config.get("num_attention_heads")}
+    theirs |= {name: value for name, value in config.items() if value is not None}
+    for name, (mine, key) in ours.items():
+        if name == "head_dim":
+            theirs[name] = _head_dim(theirs)
+        if theirs.get(name) is None:
             raise UserError(f"{place}: config.json: no {name}")
-        if theirs != ours:
-            wanted = "another target is needed" if key == "target" else f"set {key}: {theirs}"
-            raise UserError(f"{place}: config.json: {name} is {theirs}, the experiment has {ours}; {wanted}")
+        if theirs[name] != mine:
+            needed = key if key == TARGET else f"set {key}: {theirs[name]}"
+            raise UserError(f"{place}: config.json: {name} is {theirs[name]}, the experiment has {mine}; {needed}")
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    said = config.get("head_dim")
-    return said if said else config["hidden_size"] // config["num_attention_heads"]
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

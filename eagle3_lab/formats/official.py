@@ -170,7 +170,7 @@ def _ours(head: PublicHead, target: HFTarget, draft: Eagle3) -> dict[str, Tensor
     if draft.embedding == "own" and embedding is not None:
         found["embed.tokens.weight"] = embedding
     elif embedding is not None and not _is_targets(embedding, target):
-        raise UserError(f"{head.place}: holds an embedding of its own; set model.draft.init_args.embedding: own")
+        raise UserError(f"{head.place}: holds an embedding of its own; set model.draft.embedding: own")
     return found
 
 

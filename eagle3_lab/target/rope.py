@@ -47,19 +47,23 @@ def rotary_of(fields: Mapping[str, Any], head_dim: int) -> Rotary:
     """The rotary embedding that a Llama configuration describes, at a head width.
 
     Raises:
-        UserError: a kind whose angles depend on the batch's length, or that transformers does not know.
+        UserError: a kind whose angles depend on the batch's length, an unknown one, or one without a number that it
+            needs.
     """
     parameters = rope_parameters(fields)
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise UserError(f"rope type {kind!r}: one of {', '.join(KINDS)} is needed")
     positions = fields.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rope_parameters=parameters,
-    )
-    module = LlamaRotaryEmbedding(config)
+    try:
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=positions,
+            rope_parameters=parameters,
+        )
+        module = LlamaRotaryEmbedding(config)
+    except KeyError as error:
+        raise UserError(f"rope type {kind!r}: no {error.args[0]}") from None
     return Rotary(module.inv_freq.detach().clone(), float(module.attention_scaling))

@@ -218,7 +218,7 @@ def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understoo
     assert "embed.tokens.weight" not in loaded(put(tmp_path / "head", tensors), target)[1].state_dict()
     tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
     other = put(tmp_path / "other", tensors)
-    with pytest.raises(UserError, match="an embedding of its own; set model.draft.init_args.embedding: own"):
+    with pytest.raises(UserError, match="an embedding of its own; set model.draft.embedding: own"):
         loaded(other, target)
     own = loaded(other, target, draft=Eagle3(head="random", embedding="own"))[1]
     assert torch.equal(own.embed(torch.arange(VOCAB)), tensors["embed_tokens.weight"])
@@ -232,19 +232,20 @@ def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understoo
     [
         ({"vocab_size": 96}, "vocab_size is 96, the experiment has 97; another target is needed"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64, the experiment has 32; another target"),
-        ({"hidden_size": 64}, "hidden_size is 64, the experiment has 32; set model.features.init_args.width: 64"),
-        ({"intermediate_size": 50}, "set model.draft.init_args.intermediate: 50"),
-        ({"num_attention_heads": 8, "head_dim": 8}, "set model.draft.init_args.heads: 8"),
-        ({"num_key_value_heads": 4}, "set model.draft.init_args.kv_heads: 4"),
-        ({"head_dim": 16}, "set model.draft.init_args.head_dim: 16"),
-        ({"num_hidden_layers": 2}, "set model.draft.init_args.num_layers: 2"),
-        ({"rms_norm_eps": 1e-5}, "set model.draft.init_args.rms_eps: 1e-05"),
+        ({"hidden_size": 64}, "hidden_size is 64, the experiment has 32; set model.features.width: 64"),
+        ({"intermediate_size": 50}, "set model.draft.intermediate: 50"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "set model.draft.heads: 8"),
+        ({"num_attention_heads": None}, "config.json: no num_attention_heads"),
+        ({"num_key_value_heads": 4}, "set model.draft.kv_heads: 4"),
+        ({"head_dim": 16, "num_key_value_heads": 2}, "set model.draft.head_dim: 16"),
+        ({"num_hidden_layers": 2}, "set model.draft.num_layers: 2"),
+        ({"rms_norm_eps": 1e-5}, "set model.draft.rms_eps: 1e-05"),
         ({"rms_norm_eps": None}, "config.json: no rms_norm_eps"),
         (
             {"rope_theta": 5e5},
-            "turns by rope default of base 500000.0, .* init_args.rope_base: 500000.0",
+            "turns by rope default of base 500000.0, .* set model.draft.rope_base: 500000.0",
         ),
-        ({"rope_scaling": LLAMA3}, r"turns by rope llama3 .* rope_base: null \(the target's own"),
+        ({"rope_scaling": LLAMA3}, r"turns by rope llama3 .*rope_base: null \(the target's own"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope type 'dynamic': one of default, linear, llama3",

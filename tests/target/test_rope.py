@@ -72,6 +72,11 @@ def test_kinds_that_depend_on_the_batch_or_that_nobody_knows_are_refused_by_name
         rotary_of({"rope_scaling": {"rope_type": kind, "factor": 2.0}}, 8)
 
 
+def test_a_kind_without_its_number_is_refused() -> None:
+    with pytest.raises(UserError, match="rope type 'linear': no factor"):
+        rotary_of({"rope_scaling": {"type": "linear"}}, 8)
+
+
 def test_a_target_that_turns_part_of_a_head_needs_a_base_for_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     target = random_target()
     monkeypatch.setattr(target, "rotary", lambda head_dim=None: Rotary(torch.ones(2)))
