@@ -11,8 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import Rotary
 
-KINDS = ("default", "linear", "llama3", "yarn")
-"""Whose angles do not depend on how long the batch is."""
+KINDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+"""Those whose angles do not depend on how long the batch is, and the numbers that each needs."""
 
 BASE = 10000.0
 """Where a configuration names none."""
@@ -54,16 +59,15 @@ def rotary_of(fields: Mapping[str, Any], head_dim: int) -> Rotary:
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise UserError(f"rope type {kind!r}: one of {', '.join(KINDS)} is needed")
+    if missing := [name for name in KINDS[kind] if parameters.get(name) is None]:
+        raise UserError(f"rope type {kind!r}: no {missing[0]}")
     positions = fields.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
-    try:
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=positions,
-            rope_parameters=parameters,
-        )
-        module = LlamaRotaryEmbedding(config)
-    except KeyError as error:
-        raise UserError(f"rope type {kind!r}: no {error.args[0]}") from None
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rope_parameters=parameters,
+    )
+    module = LlamaRotaryEmbedding(config)
     return Rotary(module.inv_freq.detach().clone(), float(module.attention_scaling))
