@@ -62,8 +62,9 @@ class KVCache:
         """Store one layer's keys and values of T tokens."""
         if self._keys[layer] is None:
             self._keys[layer], self._values[layer] = (self._empty(x) for x in (keys, values))
-        self._keys[layer][self._row, :, slots] = keys.transpose(1, 2)
-        self._values[layer][self._row, :, slots] = values.transpose(1, 2)
+        row, slots = self._row.to(keys.device), slots.to(keys.device)  # a sharded target's layers lie apart
+        self._keys[layer][row, :, slots] = keys.transpose(1, 2)
+        self._values[layer][row, :, slots] = values.transpose(1, 2)
 
     def read(self, layer: int, view: int) -> tuple[Float[Tensor, "B heads S dk"], Float[Tensor, "B heads S dv"]]:
         """One layer's first ``view`` slots, without a copy."""
@@ -101,8 +102,9 @@ class KVCache:
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             if keys is None or values is None:
                 raise AssertionError(f"layer {layer} was never written")
-            keys[self._row, :, target] = keys[self._row, :, source]  # the right side is gathered before the write
-            values[self._row, :, target] = values[self._row, :, source]
+            row, into, out = (x.to(keys.device) for x in (self._row, target, source))
+            keys[row, :, into] = keys[row, :, out]  # the right side is gathered before the write
+            values[row, :, into] = values[row, :, out]
         self.advance(count, bound=steps)
 
     def adopt(self, row: int, other: KVCache) -> None:

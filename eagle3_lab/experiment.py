@@ -12,8 +12,8 @@ import eagle3_lab.decode.choices
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
 import eagle3_lab.draft.eagle1
-import eagle3_lab.draft.hydra
 import eagle3_lab.draft.first_layers
+import eagle3_lab.draft.hydra
 import eagle3_lab.draft.layer
 import eagle3_lab.draft.lk
 import eagle3_lab.draft.medusa
@@ -38,6 +38,9 @@ LONGEST_NAME = 120
 SHOWN = ("name", "tracking", "budgets")
 """Keys that no result depends on."""
 
+MEASURED = ("answers", "evaluate", "judged_depth")
+"""Keys that no trained weight depends on, but for what the data's own hash tells."""
+
 
 @dataclass
 class Experiment:
@@ -52,6 +55,8 @@ class Experiment:
         trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
+        judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
+            was trained for: readings of two experiments compare where this is the same.
         budgets: seconds each stage is meant to take (target, answers, training, evaluation); shown, never enforced.
         tracking: where runs are kept.
         seed: of the weights and of what is drawn in training; the order of the data is ``data.seed``'s.
@@ -66,6 +71,7 @@ class Experiment:
     trainer: Training
     answers: Answers | None = None
     evaluate: Evaluation | None = None
+    judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
@@ -78,6 +84,8 @@ class Experiment:
             raise ValueError(f"name must be of at most {LONGEST_NAME} bytes, got {len(self.name.encode())}")
         if not self.name or not self.name.isprintable() or "/" in self.name or self.name in (".", ".."):
             raise ValueError(f"name must be usable as a folder's name (no / and no line break), got {self.name!r}")
+        if self.judged_depth < 1:
+            raise ValueError(f"judged_depth must be >= 1, got {self.judged_depth}")
 
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""
@@ -99,7 +107,7 @@ class Experiment:
     def training_key(self, *parts: str) -> str:
         """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
         such as the data's hash. Raises UserError as `choices`."""
-        trained = {key: value for key, value in self.choices().items() if key not in ("evaluate", "answers")}
+        trained = {key: value for key, value in self.choices().items() if key not in MEASURED}
         return _digest(trained, *parts)
 
     def result_key(self, *parts: str) -> str:

@@ -29,7 +29,7 @@ class HitReading:
 def read_hits(
     module: DraftModule, batches: Iterable[Batch], on_tokens: Callable[[int], None] = lambda n: None
 ) -> HitReading:
-    """The hit table of a head over greedy text.
+    """The hit table of a head over greedy text, as deep as the module judges.
 
     Args:
         module: the trained head with its target.
@@ -38,13 +38,13 @@ def read_hits(
     """
     module.eval()
     device = next(module.draft.parameters()).device
-    depth = module.unroll.reach
+    depth = module.judging.reach
     table = HitTable(depth).to(device)
     answers: list[list[Round]] = []
     for batch in batches:
         here = batch.to(device)
-        out, _ = module.run(here)
-        hit = module.unroll.table(out.hit)
+        out = module.judge(here)
+        hit = module.judging.table(out.hit)
         table.update(hit, here.supervised, here.document)
         answers += walk_table(hit, here.supervised, here.document)
         on_tokens(int((batch.document >= 0).sum()))

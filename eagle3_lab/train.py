@@ -41,7 +41,8 @@ class Model:
         unroll: how many steps ahead it is run in training, and what gradient flows between them.
         losses: the terms, each with its weight.
         step_decay: the loss of step s weighs ``step_decay ** s``.
-        draft_vocab: how many target ids the draft can say (the most common of the training answers); null is all.
+        draft_vocab: how many target ids the draft can say (the most common of the training answers); null is every one
+            that stands for a text.
         mask: which rows count: ``drafted`` (a decoder could draft them), ``official``, ``root``.
         edge: whether ``official`` counts the row whose teacher lies past the text.
         oov: what is taught where the target's choice is outside the draft vocabulary.
@@ -51,9 +52,11 @@ class Model:
         noise: disturbs the states that the draft reads, in training; null: none.
         start: another run's ``draft.ckpt`` of the same parts to go on from, its draft vocabulary included; null:
             weights drawn from the seed.
+        public: a public EAGLE-3 head to go on from instead, or to measure as it is: a folder or hub id in the layout of
+            EAGLE, SpecForge or SGLang.
 
     Raises:
-        ValueError: a draft vocabulary of no token.
+        ValueError: a draft vocabulary of no token, or two beginnings.
     """
 
     features: FeatureSource
@@ -69,8 +72,11 @@ class Model:
     noise: FeatureNoise | None = None
     start: Path | None = None
     budget_mib: int | None = 256
+    public: str | None = None
 
     def __post_init__(self) -> None:
+        if self.start is not None and self.public is not None:
+            raise ValueError(f"model.start is {self.start} and model.public {self.public!r}: leave one out")
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise ValueError(f"draft_vocab must be >= 1, or null for every token, got {self.draft_vocab}")
 
@@ -133,7 +139,8 @@ class DraftModule(lightning.LightningModule):
 
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept), over all micro-batches and
-    ranks; val/loss and the hit table's readings under val/. N_s of an optimizer step is known from the masks before its
+    ranks; val/loss and the hit table's readings under val/, as deep as ``judged_depth`` (None: as the head is trained),
+    so that heads trained for other depths are comparable. N_s of an optimizer step is known from the masks before its
     first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
     each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
     unbroken one does.
@@ -152,6 +159,7 @@ class DraftModule(lightning.LightningModule):
         optimization: Optimization,
         noise: FeatureNoise | None = None,
         seed: int = 0,
+        judged_depth: int | None = None,
     ) -> None:
         super().__init__()
         loss.check(source, draft)
@@ -159,7 +167,8 @@ class DraftModule(lightning.LightningModule):
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
         self.noise, self.seed = noise, seed
-        self.validation = HitTable(unroll.reach)
+        self.judging = unroll.judging(unroll.reach if judged_depth is None else judged_depth, draft.steps)
+        self.validation = HitTable(self.judging.reach)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
         self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
         self._clock = time.perf_counter()
@@ -181,15 +190,31 @@ class DraftModule(lightning.LightningModule):
     ) -> tuple[LossOut, Sequence[DraftOut]]:
         """Features, unroll and loss of one batch; with a ``generator``, the model's noise on what the draft reads.
         ``denominators``: N_s of the whole optimizer step; None: the batch is a step of its own."""
+        return self._unrolled(batch, self.unroll, generator, denominators)
+
+    @torch.no_grad()
+    def judge(self, batch: Batch) -> LossOut:
+        """One batch unrolled as a decoder drafts, as deep as ``judging``; the loss is that of the trained steps among
+        them."""
+        return self._unrolled(batch, self.judging, None, None)[0]
+
+    def _unrolled(
+        self,
+        batch: Batch,
+        unroll: Unroll,
+        generator: torch.Generator | None,
+        denominators: Float[Tensor, " S"] | None,
+    ) -> tuple[LossOut, Sequence[DraftOut]]:
         target = self._target[0]
         out = target.features(batch, self._needs)
         taps = out.taps
         if self.noise is not None and generator is not None:
             taps = self.noise.disturb(taps, batch, generator)
-        steps = list(self.unroll(self.draft, self.source(taps), batch))
+        steps = list(unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
         top = out.top.to(target.dtype)
-        return self.loss(self.draft, steps, batch, target, top, denominators=denominators), steps
+        counted = self.unroll.depth
+        return self.loss(self.draft, steps, batch, target, top, denominators=denominators, counted=counted), steps
 
     def on_fit_start(self) -> None:
         target = self._target[0]
@@ -211,9 +236,10 @@ class DraftModule(lightning.LightningModule):
         return out.total * (self.trainer.accumulate_grad_batches * self._loader().order.processes)
 
     def validation_step(self, batch: Batch, index: int) -> None:
-        out, _ = self.run(batch)
-        self.validation.update(self.unroll.table(out.hit), batch.supervised, batch.document)
-        self.validation_loss.update(out.steps, self.loss.denominators(batch, self.unroll.depth))
+        out = self.judge(batch)
+        self.validation.update(self.judging.table(out.hit), batch.supervised, batch.document)
+        counts = self.loss.denominators(batch, self.unroll.depth)
+        self.validation_loss.update(out.steps[: self.unroll.depth], counts)
 
     def on_validation_epoch_end(self) -> None:
         read = {"loss": self.validation_loss.compute(), **self.validation.compute()}  # of all ranks

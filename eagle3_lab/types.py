@@ -133,6 +133,12 @@ class TargetSpec:
     tokenizer_hash: str = ""
     template_hash: str = ""
     vocabulary_hash: str = ""  # which text each token id stands for: all that a draft LM must share with its target
+    tokens: int = 0  # ids that stand for a text, the first ones; the head's rows behind them are padding. 0: all do
+
+    @property
+    def real_vocab(self) -> int:
+        """How many ids stand for a text: the rows of the head that are no padding."""
+        return self.tokens or self.vocab
 
 
 class FrozenTarget(ABC):
@@ -180,6 +186,9 @@ class Context(ABC):
         rows: Rows,
     ) -> Float[Tensor, "B heads T d"]:
         """Store these rows' keys and values for ``layer`` and attend to every key the rows may see."""
+
+    def check(self, document: Int[Tensor, "B T"]) -> None:
+        """Tell before training that rows of these documents cannot be served. Raises UserError; most serve all."""
 
 
 class FeatureSource(nn.Module, ABC):

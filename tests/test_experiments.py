@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import VOCAB, write_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands.stages import build_module
@@ -23,10 +24,11 @@ from eagle3_lab.experiment import Experiment
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.train import DraftModule
-from eagle3_lab.types import Batch
+from eagle3_lab.types import Batch, TargetSpec
 
 FOLDER = Path(__file__).parents[1] / "experiments"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+PAPERS = sorted(f"paper/{path.stem}" for path in FOLDER.glob("paper/*.yaml"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml")) + PAPERS
 START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
 
 
@@ -58,13 +60,13 @@ def batch(data: ConversationData) -> Batch:
 
 @pytest.fixture
 def make_module(tiny_target: HFTarget, data: ConversationData) -> Callable[..., DraftModule]:
-    """Build an experiment's module on the tiny target; ``start`` instead of the file's own."""
+    """Build an experiment's module on the tiny target; ``start`` instead of the file's own beginning."""
 
     def make(name: str, start: Path | None = None) -> DraftModule:
         experiment = read(name)
         model = experiment.model
         size = None if model.draft_vocab is None else 40
-        experiment.model = dataclasses.replace(model, draft_vocab=size, start=start)
+        experiment.model = dataclasses.replace(model, draft_vocab=size, start=start, public=None)
         return build_module(experiment, tiny_target, data)
 
     return make
@@ -90,7 +92,7 @@ def test_an_experiment_reads_back_as_itself(name: str, tmp_path: Path) -> None:
     again = check(compose(tmp_path / "again.yaml"), Experiment)
     assert again.yaml == first.yaml
     assert again.plain == first.plain
-    assert first.plain["name"] == name
+    assert first.plain["name"] == Path(name).name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,6 +119,67 @@ def test_hass_differs_from_eagle_in_its_unroll_and_its_losses_alone() -> None:
     assert {key for key in eagle if eagle[key] != hass[key]} == {"name", "model"}
     one, other = eagle["model"]["init_args"], hass["model"]["init_args"]
     assert {key for key in one if one[key] != other[key]} == {"unroll", "losses"}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_papers_target_differs_from_eagle3_in_what_the_target_asks_for_alone(name: str) -> None:
+    eagle3, paper = (check(compose(FOLDER / f"{one}.yaml"), Experiment).plain for one in ("eagle3", name))
+    differ = {key for key in eagle3 if eagle3[key] != paper[key]}
+    assert differ <= {"name", "target", "data", "trainer", "optimizer", "evaluate", "model"}
+    one, other = eagle3["model"]["init_args"], paper["model"]["init_args"]
+    assert {key for key in one if one[key] != other[key]} <= {"draft_vocab"}
+
+
+def test_every_target_of_the_paper_has_its_file() -> None:
+    models = {read(name).target.model for name in PAPERS}
+    assert models == {
+        "lmsys/vicuna-13b-v1.3",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.3-70B-Instruct",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    }
+    assert read("paper/eagle3_llama33_70b").target.device_map == "auto"
+
+
+# Sizes of the paper's targets and, in millions, of the heads trained for them: the projection, the layer, the two norms
+# and the head of 32000 rows, counted by hand from the widths.
+PAPER_SIZES = {
+    "eagle3_vicuna_13b": ((5120, 13824, 40, 40, 40, 32000), 638),
+    "eagle3_llama31_8b": ((4096, 14336, 32, 32, 8, 128256), 425),
+    "eagle3_llama33_70b": ((8192, 28672, 80, 64, 8, 128256), 1403),
+    "eagle3_deepseek_r1_llama_8b": ((4096, 14336, 32, 32, 8, 128256), 425),
+}
+
+
+class ShapesAlone(HFTarget):
+    """A target without a weight: its head's rows have a shape alone, whatever device the ids are on."""
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(ids), self.spec.hidden, device="meta")
+
+
+@pytest.mark.parametrize("name", sorted(PAPER_SIZES))
+def test_a_papers_head_has_its_published_size(name: str) -> None:
+    """Built in shape only: no weight is held."""
+    (hidden, intermediate, layers, heads, kv_heads, vocab), millions = PAPER_SIZES[name]
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+    model = read(f"paper/{name}").model
+    with torch.device("meta"):
+        body = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    spec = TargetSpec(name, hidden, intermediate, layers, heads, kv_heads, hidden // heads, vocab, 1e-5, 2048, (2,))
+    kept = torch.arange(vocab if model.draft_vocab is None else model.draft_vocab)
+    target = ShapesAlone(body, None, spec)
+    with torch.device("meta"):
+        model.draft.build(target, model.features.build(target), kept)
+    trained = [*model.features.parameters(), *model.draft.parameters()]
+    assert round(sum(p.numel() for p in trained) / 1e6) == millions
 
 
 def test_noise_disturbs_training_alone(make_module: Callable[..., DraftModule], batch: Batch) -> None:

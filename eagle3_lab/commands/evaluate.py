@@ -22,7 +22,8 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
 
     Args:
         experiment: its ``evaluate`` section says what is measured.
-        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment.
+        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
+            the experiment's public head as it is.
         json: also write the closing table there, for machines.
 
     Raises:
@@ -34,10 +35,14 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target)
     path = Work.of(experiment, target, data).draft if checkpoint_path is None else checkpoint_path
-    if checkpoint_path is None and not path.is_file():
+    public = None if checkpoint_path is not None or path.is_file() else experiment.model.public
+    if checkpoint_path is None and not path.is_file() and public is None:
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
     module = stages.build_module(experiment, target, data)
-    checkpoint.restore(path, target, module.source, module.draft)
+    if public is None:
+        checkpoint.restore(path, target, module.source, module.draft)
+    else:
+        path = Path(public)  # `build_module` has read it
     module = module.to(target.device).eval()
     stages.check_evaluation(experiment, target, data, module)
     tags = {**provenance(experiment.seed, data.hash), "checkpoint": str(path)}

@@ -22,6 +22,7 @@ from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError, near
 from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
@@ -49,7 +50,8 @@ def generate(
         method: a name in ``evaluate.methods``, or ``vanilla``; by default the last one there that needs a head.
         max_new_tokens: longest answer.
         temperature: 0 is greedy; by default the law of the experiment's ``evaluate``.
-        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment.
+        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
+            the experiment's public head as it is.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("generate: the prompt is empty; write what is to be answered, or nothing at all for a chat")
@@ -57,7 +59,7 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
-    if chosen.needs_head and checkpoint_path is None:
+    if chosen.needs_head and checkpoint_path is None and experiment.model.public is None:
         _require_some_head(experiment)
     target = stages.load_target(experiment)
     head = _head(experiment, target, checkpoint_path) if chosen.needs_head else None
@@ -185,12 +187,15 @@ def _require_some_head(experiment: Experiment) -> None:
 
 
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
+    source, draft, public = experiment.model.features, experiment.model.draft, experiment.model.public
     if path is None:
         path = Work.of(experiment, target, stages.build_data(experiment, target, answer=False)).draft
-        if not path.is_file():
+        if not path.is_file() and public is None:
             raise _no_head(path)
-    source, draft = experiment.model.features, experiment.model.draft
-    checkpoint.restore(path, target, source, draft)
+    if path.is_file() or public is None:
+        checkpoint.restore(path, target, source, draft)
+    else:
+        official.load(official.read(public), target, source, draft)
     return Head(source.to(target.device).eval(), draft.to(target.device).eval())
 
 

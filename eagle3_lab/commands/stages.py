@@ -22,6 +22,7 @@ from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import VANILLA, Contestant, Evaluation, Turn, check, count_turns, measure
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.formats import official
 from eagle3_lab.hits import HitReading, read_hits
 from eagle3_lab.intervals import ratio_interval
 from eagle3_lab.lightning_logger import RunLogger
@@ -86,23 +87,17 @@ def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
 
 
 def build_module(experiment: Experiment, target: HFTarget, data: ConversationData) -> DraftModule:
-    """A fresh head for this target: its weights drawn from the experiment's seed, or those of ``model.start``.
+    """A head for this target: its weights drawn from the experiment's seed, or those of ``model.start`` or
+    ``model.public``.
 
     Raises:
-        UserError: options that contradict each other or do not fit the target or the data, or a ``model.start`` of
-            other parts or of another target.
+        UserError: options that contradict each other or do not fit the target or the data, or a beginning of other
+            parts or for another target.
     """
     model = experiment.model
     torch.manual_seed(experiment.seed)
     try:
-        width = model.features.build(target)
-        counts = data.token_counts()
-        size = target.spec.vocab if model.draft_vocab is None else model.draft_vocab
-        always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
-        vocab = choose(counts, size, always, min(len(target.tokenizer), target.spec.vocab))
-        model.draft.build(target, width, vocab.to(target.device))
-        if model.start is not None:
-            checkpoint.restore(model.start, target, model.features, model.draft)
+        _begin(experiment, target, data)
         module = DraftModule(
             target,
             model.features,
@@ -112,15 +107,38 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
             experiment.optimizer,
             noise=model.noise,
             seed=experiment.seed,
+            judged_depth=experiment.judged_depth,
         )
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return module.to(target.device)
 
 
+def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> None:
+    """Build the model's parts, with the weights they begin with."""
+    model = experiment.model
+    if model.public is not None:
+        official.load(official.read(model.public), target, model.features, model.draft)
+    elif model.start is not None:
+        checkpoint.restore(model.start, target, model.features, model.draft)
+    else:
+        width = model.features.build(target)
+        counts = data.token_counts()
+        size = target.spec.real_vocab if model.draft_vocab is None else model.draft_vocab
+        always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
+        vocab = choose(counts, size, always, target.spec.real_vocab)
+        model.draft.build(target, width, vocab.to(target.device))
+
+
 def check_rows(module: DraftModule, data: ConversationData) -> None:
-    """Refuse conversations that would train nothing. Raises UserError."""
-    if not any(bool(module.loss.weights(batch, 1).any()) for batch in data.train_dataloader()):
+    """Refuse conversations that would train nothing, or lie so in their rows that the unroll cannot serve them. Raises
+    UserError."""
+    keys = module.unroll.attention()
+    for batch in data.train_dataloader():
+        keys.check(batch.document)
+        if bool(module.loss.weights(batch, 1).any()):
+            break
+    else:
         raise UserError(
             f"{data.path}: no row can be trained on with mask {module.loss.mask!r} within max_length "
             f"{data.max_length}: every answer ends before its second token; longer answers or a larger max_length are "

@@ -16,6 +16,7 @@ from eagle3_lab.commands.files import write_text
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.formats import official
 from eagle3_lab.target.adapter import HFTarget
 
 LAST, DRAFT, STATE, PRODUCTS = "last.ckpt", "draft.ckpt", "state.json", "products.json"
@@ -36,8 +37,9 @@ class Work:
 
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
-        start = experiment.model.start
+        start, public = experiment.model.start, experiment.model.public
         begun = [] if start is None else [checkpoint.content_hash(start)]
+        begun += [] if public is None else [official.content_hash(public)]
         parts = (target.spec.weights_hash, data.hash, *begun)
         folder = experiment.tracking.folder / "work" / f"{experiment.name}-{experiment.training_key(*parts)}"
         return Work(folder, experiment.result_key(*parts))

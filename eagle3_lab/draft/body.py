@@ -14,7 +14,7 @@ from eagle3_lab.types import FrozenTarget, Rotary
 @dataclass(frozen=True)
 class Body:
     """Sizes of a draft's layers; None is the target's own. ``rope_base`` None is the target's rotary embedding, a
-    number the plain one of that base.
+    number the plain one of that base. ``rms_eps`` is that of the norms.
 
     Raises:
         ValueError: for sizes that fit no target.
@@ -26,6 +26,7 @@ class Body:
     kv_heads: int | None
     head_dim: int | None
     rope_base: float | None
+    rms_eps: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "intermediate", "heads", "kv_heads", "head_dim"):
@@ -34,19 +35,16 @@ class Body:
                 raise ValueError(f"draft.{name} must be >= 1, got {size}")
         if self.rope_base is not None and self.rope_base <= 1:
             raise ValueError(f"draft.rope_base must be > 1, got {self.rope_base}")
+        if self.rms_eps is not None and self.rms_eps <= 0:
+            raise ValueError(f"draft.rms_eps must be > 0, got {self.rms_eps}")
 
-    def fit(self, target: FrozenTarget, width: int) -> FittedBody:
-        """This body for a target, whose features are ``width`` wide.
+    def fit(self, target: FrozenTarget) -> FittedBody:
+        """This body for a target.
 
         Raises:
-            ValueError: for a feature width or for sizes that do not fit this target.
+            ValueError: for sizes that do not fit this target, or a rotary embedding of part of a head's width.
         """
         spec = target.spec
-        if width != spec.hidden:
-            raise ValueError(
-                f"draft width (the features' {width}) must equal the target's hidden width {spec.hidden}: "
-                "the draft reads the target's embedding"
-            )
         heads, kv_heads = self.heads or spec.heads, self.kv_heads or spec.kv_heads
         head_dim, intermediate = self.head_dim or spec.head_dim, self.intermediate or spec.intermediate
         if heads % kv_heads:
@@ -54,7 +52,13 @@ class Body:
         if head_dim % 2:
             raise ValueError(f"draft.head_dim must be even (rotary pairs), got {head_dim}")
         rotary = target.rotary(head_dim) if self.rope_base is None else plain_rotary(self.rope_base, head_dim)
-        return FittedBody(self.num_layers, intermediate, heads, kv_heads, head_dim, RopeAngles(rotary))
+        if 2 * len(rotary.inv_freq) != head_dim:
+            raise ValueError(
+                f"draft.rope_base must be a number for {spec.name}, whose own rotary embedding turns "
+                f"{2 * len(rotary.inv_freq)} of {head_dim} dimensions of a head"
+            )
+        rms_eps = self.rms_eps or spec.rms_eps
+        return FittedBody(self.num_layers, intermediate, heads, kv_heads, head_dim, rms_eps, RopeAngles(rotary))
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class FittedBody:
     heads: int
     kv_heads: int
     head_dim: int
+    rms_eps: float
     angles: RopeAngles
 
 
@@ -75,6 +80,11 @@ class RopeAngles:
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
+
+    @property
+    def rotary(self) -> Rotary:
+        """What the angles are made from."""
+        return self._rotary
 
     def __call__(self, position: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
         """[B, T, d] each, shared by all layers of a step."""

@@ -24,8 +24,8 @@ class Eagle1(DraftModel):
     """The EAGLE head: ``fc``, then ``num_layers`` layers, no norm and no head of its own.
 
     Sizes left None are the target's own. ``bias`` is ``fc``'s. ``rope_base`` None is the target's own rotary
-    embedding, a number the plain one of that base. It says every target id: a smaller draft vocabulary is refused,
-    since the target's head is a function of the feature (bias, scale, soft cap) over all ids.
+    embedding, a number the plain one of that base. It says every target id, the head's padding rows left out: a smaller
+    draft vocabulary is refused, since the target's head is a function of the feature (bias, scale, soft cap).
 
     Raises:
         ValueError: for sizes that do not fit, at construction or, where the target decides, in ``build``.
@@ -53,8 +53,13 @@ class Eagle1(DraftModel):
         self.bias = bias
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        spec, body = target.spec, self.body.fit(target, width)
-        if vocab.shape[0] != spec.vocab:
+        spec, body = target.spec, self.body.fit(target)
+        if width != spec.hidden:
+            raise ValueError(
+                f"features.width must be null for Eagle1, which speaks through the target's own head of width "
+                f"{spec.hidden}, got {width}"
+            )
+        if vocab.shape[0] not in (spec.vocab, spec.real_vocab):
             raise ValueError(
                 f"draft_vocab must be null for Eagle1, which speaks through the target's own head of {spec.vocab} ids, "
                 f"got {vocab.shape[0]}"
@@ -63,7 +68,7 @@ class Eagle1(DraftModel):
         self.layers = nn.ModuleList()
         for index in range(body.num_layers):
             attention = SelfAttention.of(body, index, width, width)
-            self.layers.append(DecoderLayer(attention, width, body.intermediate, spec.rms_eps, normed=index > 0))
+            self.layers.append(DecoderLayer(attention, width, body.intermediate, body.rms_eps, normed=index > 0))
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
         self._angles = body.angles
         self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
@@ -83,7 +88,8 @@ class Eagle1(DraftModel):
         return DraftOut(head_in=hidden, carry=hidden)
 
     def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
-        return self._target[0].logits(head_in.to(self._head_dtype))
+        every = self._target[0].logits(head_in.to(self._head_dtype))
+        return every[..., : self.draft_vocab.d2t.shape[0]]  # without the head's padding rows, which lie behind
 
     @property
     def vocab(self) -> Int[Tensor, " Vd"]:

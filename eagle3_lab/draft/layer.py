@@ -2,7 +2,8 @@
 
 Step s of row t: the embedding of token x[t+1+s] and the carry, each normed, side by side into the first layer's
 q, k, v; the un-normed carry is the residual; the un-normed output is the next carry; ``norm``, then the draft's own
-head over the draft vocabulary. The embedding is the target's, frozen, and no parameter of the draft.
+head over the draft vocabulary. The embedding is the target's, frozen, and no parameter of the draft, unless the draft
+is of another width.
 
 Source: EAGLE-3 (arXiv 2503.01840); SafeAILab/EAGLE cb7e084 traineagle3/cnets.py:201-203, 380-439, 847-851.
 """
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from eagle3_lab.draft.attention import rotate
 from eagle3_lab.draft.body import Body, FittedBody
+from eagle3_lab.draft.embedding import Embedding, TokenEmbedding
 from eagle3_lab.draft.vocab import DraftVocab
-from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
+from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rotary, Rows
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of the rows' rope angles, [B, T, d] each, shared by all layers of a step."""
@@ -129,11 +131,13 @@ class FusingLayer(DecoderLayer):
 class Eagle3(DraftModel):
     """The EAGLE-3 head: a fusing layer, then ``num_layers - 1`` ordinary ones, norm, and a head of Vd rows.
 
-    Sizes left None are the target's own. ``head`` says how the head's rows begin: "target" copies the target's rows
-    of the draft vocabulary and trains them, "frozen" copies and keeps them, "random" trains from scratch (official).
-    ``rope_base`` None is the target's own rotary embedding; a number is the plain one of that base (the official
-    training code uses 10000 whatever the target's configuration says). ``feedback`` is what the next step reads of
-    this one: its output as it is ("pre_norm", official), or what the head reads ("post_norm", EAGLE-3.1).
+    Sizes left None are the target's own; the width is the features'. ``head`` says how the head's rows begin: "target"
+    copies the target's rows of the draft vocabulary and trains them, "frozen" copies and keeps them, "random" trains
+    from scratch (official). ``embedding`` says what embeds the tokens: "target" is the target's own, frozen; a draft of
+    another width has either a trained projection of that one ("projected") or a table of its own ("own", as public
+    heads of another width). ``rope_base`` None is the target's own rotary embedding; a number is the plain one of that
+    base (the official training code uses 10000 whatever the target's configuration says). ``feedback`` is what the next
+    step reads of this one: its output as it is ("pre_norm", official), or what the head reads ("post_norm", EAGLE-3.1).
 
     Raises:
         ValueError: for sizes that do not fit, at construction or, where the target decides, in ``build``.
@@ -142,6 +146,7 @@ class Eagle3(DraftModel):
     "post_norm": EAGLE-3.1 (arXiv 2605.09992), speculators core.py:302-306.
     """
 
+    embed: TokenEmbedding
     layers: nn.ModuleList
     norm: RMSNorm
     lm_head: nn.Linear
@@ -156,30 +161,38 @@ class Eagle3(DraftModel):
         head_dim: int | None = None,
         head: Literal["target", "frozen", "random"] = "target",
         rope_base: float | None = None,
+        embedding: Embedding = "target",
+        rms_eps: float | None = None,
         feedback: Literal["pre_norm", "post_norm"] = "pre_norm",
     ) -> None:
         super().__init__()
-        self.body = Body(num_layers, intermediate, heads, kv_heads, head_dim, rope_base)
+        self.body = Body(num_layers, intermediate, heads, kv_heads, head_dim, rope_base, rms_eps)
         if feedback not in ("pre_norm", "post_norm"):
             raise ValueError(f"draft.feedback must be one of pre_norm, post_norm, got {feedback!r}")
         self.feedback = feedback
         if head not in ("target", "frozen", "random"):
             raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
         self.head = head
+        self.embedding: Embedding = embedding
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        spec, body = target.spec, self.body.fit(target, width)
+        spec, body = target.spec, self.body.fit(target)
+        if self.head != "random" and width != spec.hidden:
+            raise ValueError(
+                f"draft.head must be random for a draft of width {width}: the rows of the target's head are "
+                f"{spec.hidden} wide, got {self.head!r}"
+            )
+        self.embed = TokenEmbedding(self.embedding, target, width)
         self.layers = nn.ModuleList()
         for index in range(body.num_layers):
             kind, reads = (FusingLayer, 2 * width) if index == 0 else (DecoderLayer, width)
             self.layers.append(
-                kind(SelfAttention.of(body, index, reads, width), width, body.intermediate, spec.rms_eps)
+                kind(SelfAttention.of(body, index, reads, width), width, body.intermediate, body.rms_eps)
             )
-        self.norm = RMSNorm(width, spec.rms_eps)
+        self.norm = RMSNorm(width, body.rms_eps)
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
-        self.lm_head = self._head(target, vocab)
+        self.lm_head = self._head(target, width, vocab)
         self._angles = body.angles
-        self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
         # the residual stream keeps the parameters' dtype: float32 under autocast, too
@@ -188,7 +201,7 @@ class Eagle3(DraftModel):
     def step(self, carry: Carry, ids: Int[Tensor, "B T"], rows: Rows, s: int, context: Context) -> DraftOut:
         assert isinstance(carry, Tensor)
         angles = self._angles(rows.position)
-        embedding = self._target[0].embed(ids).to(carry.dtype)
+        embedding = self.embed(ids).to(carry.dtype)
         first, *others = self.layers
         assert isinstance(first, FusingLayer)
         hidden = first.fuse(embedding, carry, angles, rows, context)
@@ -208,8 +221,13 @@ class Eagle3(DraftModel):
     def num_layers(self) -> int:
         return self.body.num_layers
 
-    def _head(self, target: FrozenTarget, vocab: Tensor) -> nn.Linear:
-        lm_head = nn.Linear(target.spec.hidden, vocab.shape[0], bias=False)
+    @property
+    def rotary(self) -> Rotary:
+        """What turns its queries and keys, once built."""
+        return self._angles.rotary
+
+    def _head(self, target: FrozenTarget, width: int, vocab: Tensor) -> nn.Linear:
+        lm_head = nn.Linear(width, vocab.shape[0], bias=False)
         if self.head != "random":
             with torch.no_grad():
                 lm_head.weight.copy_(target.head_rows(vocab))

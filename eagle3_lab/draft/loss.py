@@ -42,7 +42,8 @@ class LossOut:
     ``total`` to call backward on; ``steps`` [S] the undecayed S_s / N_s; ``weights`` the rows' weights by the loss's
     own mask; ``judged`` the rows a decoder could draft (mask "drafted"), whatever the loss's mask; ``hit`` True where
     the draft's arg-max, in target ids, is the target's over its full vocabulary; ``overlap`` sum of min(p, q), p over
-    the full vocabulary. ``hit`` and ``overlap`` are filled where a row weighs or is judged, else False and 0.
+    the full vocabulary. ``hit`` and ``overlap`` are filled where a row weighs or is judged, else False and 0. Steps
+    that the loss does not count have loss, weights and overlap 0.
     """
 
     total: Float[Tensor, ""]
@@ -139,16 +140,20 @@ class UnrolledLoss:
         top: Float[Tensor, "B T Dt"],
         *,
         denominators: Float[Tensor, " S"] | None = None,
+        counted: int | None = None,
     ) -> LossOut:
         """The loss of one batch from all its steps. ``top`` are the target's states after the final norm; only rows
         that weigh something or are judged get draft logits.
 
-        ``denominators``: N_s over the whole optimizer step; None: this batch's own.
+        ``denominators``: N_s over the whole optimizer step; None: this batch's own. ``counted``: how many steps, from
+        the first, have a loss; the others are judged alone, which costs no more than their logits. None: all.
         """
         depth, vocab = len(steps), draft.vocab
+        counted = depth if counted is None else min(counted, depth)
         wide = torch.promote_types(steps[0].head_in.dtype, torch.float32)
         weights = self.weights(batch, depth)
         judged = weights > 0 if self.mask == "drafted" else _drafted(batch, depth)
+        weights[..., counted:] = 0
         counts = self.denominators(batch, depth) if denominators is None else denominators
         counts = counts.clamp(min=1).to(wide)  # weights are whole: N_s = 0 means S_s = 0
         decay = self.step_decay ** torch.arange(depth, device=counts.device, dtype=wide)
@@ -174,6 +179,8 @@ class UnrolledLoss:
                 log_q = _log_law(draft.logits(leaf, s))
                 with torch.no_grad():
                     hit[place, s] = piece.pick(vocab[log_q.argmax(-1)] == law.argmax)
+                    if s >= counted:
+                        continue
                     overlap[place, s] = piece.pick(law.overlap(log_q)).to(wide)
                 losses = self._row_losses(log_q, law, acceptance[s]) + self._feature_losses(leaf, aims)
                 loss = (losses * piece.spread(weights[..., s].flatten()[place])).sum()

@@ -12,6 +12,7 @@ unseen. The default masking leaves unseen keys out, and is what decoding does.
 from __future__ import annotations
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from eagle3_lab.draft.attention import DenseUnrolled
@@ -23,10 +24,13 @@ class MultiplicativeUnrolled(DenseUnrolled):
     """Dense attention of an unroll with HASS's published masking. Rows of one document each, padded or not.
 
     Raises:
-        UserError: from ``attend``, for packed rows: a document's weights would depend on its neighbours.
+        UserError: from ``check`` and ``attend``, for packed rows: a document's weights would depend on its neighbours.
 
     Source: HArmonizedSS/HASS 38922e4 model/cnets_hass.py:336-341.
     """
+
+    def check(self, document: Int[Tensor, "B T"]) -> None:
+        _refuse_packed(document)
 
     def _weights(self, scores: Tensor, rows: Rows) -> Tensor:
         assert rows.document is not None, "an unroll's rows carry their document"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -44,6 +45,13 @@ class NextToken(Unroll):
 
     def table(self, hit: Bool[Tensor, "B T S"]) -> Bool[Tensor, "B T R"]:
         return torch.stack([shift(hit[..., 0], s, False) for s in range(self._reach)], dim=-1)
+
+    def judging(self, depth: int, steps: int | None = None) -> Unroll:
+        if depth < 1:
+            raise ValueError(f"judged_depth must be >= 1, got {depth}")
+        other = copy.copy(self)
+        other._reach = depth
+        return other
 
     def __call__(
         self,

@@ -17,10 +17,11 @@ from eagle3_lab.types import FeatureSource, FrozenTarget
 
 
 class FusedFeature(FeatureSource):
-    """Several intermediate states, joined low to high and projected to the target's width without bias.
+    """Several intermediate states, joined low to high and projected to the draft's width without bias.
 
-    ``layers`` are strictly ascending ids within ``0 .. n`` of a target of n blocks. None is the official choice
-    ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for the small targets 4 <= n < 7:
+    ``width`` is the draft's; None: the target's. ``layers`` are strictly ascending ids within ``0 .. n`` of a target of
+    n blocks. None is the official choice ``2, n//2, n-3`` where those are ascending (n >= 7), and ``1, n//2, n-1`` for
+    the small targets 4 <= n < 7:
 
         n = 32: 2 16 29      n = 7: 2 3 4      n = 6: 1 3 5      n = 5: 1 2 4      n = 4: 1 2 3
 
@@ -28,8 +29,8 @@ class FusedFeature(FeatureSource):
     others; the residual stream's size differs by orders of magnitude between layers and tokens.
 
     Raises:
-        ValueError: from ``layers`` and ``build``, if the target is too small for the default or an id is out of
-            range, repeated or out of order.
+        ValueError: for a width below 1; from ``layers`` and ``build``, if the target is too small for the default or an
+            id is out of range, repeated or out of order.
 
     Source: EAGLE-3 (arXiv 2503.01840) section 3.1; SafeAILab/EAGLE cb7e084 traineagle3/modeling_llama_kv.py:1139
     (which states), traineagle3/cnets.py:501 (fc). The rule for n < 7 is ours: the official one repeats an id there.
@@ -39,9 +40,11 @@ class FusedFeature(FeatureSource):
     fc: nn.Linear
     fc_norm: nn.ModuleList
 
-    def __init__(self, layers: list[int] | None = None, normed: bool = False) -> None:
+    def __init__(self, layers: list[int] | None = None, width: int | None = None, normed: bool = False) -> None:
         super().__init__()
-        self.normed = normed
+        if width is not None and width < 1:
+            raise ValueError(f"features.width must be >= 1, or null for the target's, got {width}")
+        self.width, self.normed = width, normed
         self.layer_ids = None if layers is None else tuple(layers)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -54,9 +57,10 @@ class FusedFeature(FeatureSource):
         return ids
 
     def build(self, target: FrozenTarget) -> int:
-        width, states = target.spec.hidden, len(self.layers(target.spec.layers))
-        self.fc = nn.Linear(states * width, width, bias=False)
-        norms = [RMSNorm(width, target.spec.rms_eps) for _ in range(states)] if self.normed else []
+        hidden, states = target.spec.hidden, len(self.layers(target.spec.layers))
+        width = self.width or hidden
+        self.fc = nn.Linear(states * hidden, width, bias=False)
+        norms = [RMSNorm(hidden, target.spec.rms_eps) for _ in range(states)] if self.normed else []
         self.fc_norm = nn.ModuleList(norms)
         return width
 

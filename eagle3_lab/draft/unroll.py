@@ -5,6 +5,7 @@ Knows rows, steps and feedback; knows no method.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 from jaxtyping import Bool, Float
@@ -70,6 +71,21 @@ class Unroll:
             out = draft.step(carry, shift(batch.ids, 1 + s), rows, s, keys)
             yield out
             carry = _cut(out.carry) if self.detach else out.carry
+
+    def judging(self, depth: int, steps: int | None = None) -> Unroll:
+        """This unroll as a decoder drafts: ``depth`` steps on the head's own feedback, however many it was trained for,
+        and unseen keys left out of the softmax, however they were masked in training. A head of fewer ``steps`` is
+        judged as deep as it has them.
+
+        Raises:
+            ValueError: for a depth below 1.
+        """
+        if depth < 1:
+            raise ValueError(f"judged_depth must be >= 1, got {depth}")
+        other = copy.copy(self)
+        other.depth = depth if steps is None else min(depth, steps)
+        other.attention = JoinedUnrolled
+        return other
 
 
 def _cut(carry: Carry) -> Carry:

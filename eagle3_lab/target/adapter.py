@@ -72,7 +72,7 @@ class HFTarget(FrozenTarget):
 
     def logits(self, top: Float[Tensor, "*rows Dt"]) -> Float[Tensor, "*rows V"]:
         """The head on states after the final norm, with the scales and the soft cap that some families add."""
-        out = self.model.get_output_embeddings()(top)
+        out = self.model.get_output_embeddings()(top).to(top.device)  # a sharded target's head may lie elsewhere
         config = self._config.to_dict()
         if (scale := config.get("logit_scale")) is not None:  # cohere
             out = out * scale
@@ -83,7 +83,8 @@ class HFTarget(FrozenTarget):
         return out
 
     def head_rows(self, ids: Int[Tensor, " M"]) -> Float[Tensor, "M Dt"]:
-        return self.model.get_output_embeddings().weight[ids]
+        weight = self.model.get_output_embeddings().weight
+        return weight[ids.to(weight.device)].to(ids.device)
 
     def rotary(self, head_dim: int | None = None) -> Rotary:
         """The target's inverse frequencies; at another head width, the same rule computed for that width."""
@@ -161,7 +162,7 @@ class HFTarget(FrozenTarget):
                 use_cache=cache is not None,
                 **({} if cache is None else {self._cache_argument: cache}),
             )
-        top = out.last_hidden_state
+        top = out.last_hidden_state.to(ids.device)
         taps[len(self._blocks)] = top  # Hugging Face's last hidden state is the one after the norm
         logits = None
         if needs.logits:
@@ -169,7 +170,8 @@ class HFTarget(FrozenTarget):
                 top if logit_rows is None else torch.gather(top, 1, logit_rows[..., None].expand(-1, -1, top.shape[-1]))
             )
             logits = self.logits(rows)
-        return TargetOut(tuple(taps[i] for i in needs.layers), top if needs.top else None, logits)
+        # a sharded target's states lie with their layers; the draft stands with the embedding
+        return TargetOut(tuple(taps[i].to(ids.device) for i in needs.layers), top if needs.top else None, logits)
 
 
 class HFSession(Session):

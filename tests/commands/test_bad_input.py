@@ -39,6 +39,8 @@ def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
         ("trainer.max_steps", "many", "command line: trainer.max_steps: expected int, got 'many'"),
         ("model.unroll.depth", "0", "model.unroll: unroll.depth must be >= 1, got 0"),
         ("model.draft_vocab", "0", "model: draft_vocab must be >= 1, or null for every token, got 0"),
+        ("judged_depth", "0", "judged_depth must be >= 1, got 0"),
+        ("model.features.width", "0", "features.width must be >= 1, or null for the target's, got 0"),
         ("model.losses.0.weight", "-1", "losses.SoftCE.weight must be >= 0, got -1.0"),
         ("optimizer.lr", "0", "optimizer.lr must be > 0, got 0.0"),
         ("trainer.save_every_minutes", "0", "trainer.save_every_minutes must be > 0, got 0.0"),
@@ -141,6 +143,40 @@ def test_a_draft_vocabulary_beyond_the_tokenizer_is_refused_with_the_range(bench
 
 def test_a_draft_vocabulary_beyond_the_tokens_seen_is_filled(bench: Bench) -> None:
     assert bench.run("fit", "--dry-run", "--model.draft_vocab", "250").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (
+            ("--model.losses", "[SmoothL1]"),
+            (
+                "model: losses: SmoothL1 needs the target's own feature to compare with, but FusedFeature projects "
+                "it; use TopFeature, or drop the term"
+            ),
+        ),
+        (
+            ("--model.features", "TopFeature", "--model.draft", "Eagle1"),
+            "model: draft_vocab must be null for Eagle1, which speaks through the target's own head of 300 ids, got 64",
+        ),
+        (
+            ("--model.unroll.attention", "MultiplicativeUnrolled"),
+            "unroll.attention: MultiplicativeUnrolled depends on a row's whole length, so it needs one document a row",
+        ),
+        (("--model.features.layers", "[1, 1]"), "features.layers must be ascending ids within 0..4, got [1, 1]"),
+        (("--model.features.layers", "[1, 5]"), "features.layers must be ascending ids within 0..4, got [1, 5]"),
+        (
+            ("--model.features.width", "16"),
+            "model: draft.head must be random for a draft of width 16: the rows of the target's head are 32 wide",
+        ),
+    ],
+    ids=["feature loss", "frozen head", "packed", "repeated layer", "no such layer", "width"],
+)
+def test_parts_that_do_not_go_together_are_refused_before_training(
+    bench: Bench, words: tuple[str, ...], fault: str
+) -> None:
+    assert fault in refused(bench, *words)
+    assert not (bench.folder / "work").exists()
 
 
 def test_losses_that_all_weigh_nothing_are_refused(bench: Bench) -> None:

@@ -34,6 +34,20 @@ def test_it_measures_the_head_that_fit_made_as_fit_did(finished: tuple[Bench, Ra
     assert run.data.params["model.draft"] == "Eagle3"
 
 
+def test_a_head_is_judged_as_deep_as_asked_without_being_trained_again(
+    finished: tuple[Bench, Ran], tmp_path: Path
+) -> None:
+    bench, _ = finished
+    words = ("--judged_depth", "2", "--evaluate.tasks.0.limit", "1", "--json", str(tmp_path / "table.json"))
+    ran = bench.run("evaluate", *words)
+    assert (ran.code, ran.complaints) == (0, [])
+    shallow = json.loads((tmp_path / "table.json").read_text())["one_pass"]
+    deep = json.loads(bench.yaml.with_name("table.json").read_text())["one_pass"]
+    assert (len(shallow["n_alpha_all"]), len(deep["n_alpha_all"])) == (2, 7)
+    assert shallow["n_alpha_all"] == deep["n_alpha_all"][:2]
+    assert shallow["tau_walked"]["value"] <= deep["tau_walked"]["value"]
+
+
 def test_it_measures_a_head_that_was_moved_elsewhere(finished: tuple[Bench, Ran], tmp_path: Path) -> None:
     bench, _ = finished
     head = tmp_path / "head.ckpt"

@@ -22,15 +22,14 @@ from eagle3_lab.train import DraftModule, Optimization
 from eagle3_lab.types import Needs
 
 
-@pytest.fixture(scope="module")
-def trained() -> tuple[HFTarget, DraftModule]:
-    """A head that HASS trained a little on the target's greedy answers."""
+def train(unroll: Unroll, judged_depth: int | None = None) -> tuple[HFTarget, DraftModule]:
+    """A head that learned a little of the target's greedy answers, so that acceptance is neither 0 nor 1."""
     target = tiny_target()
     greedy = [(p, answer(target, Vanilla(), p, SamplingLaw()).tokens) for p in prompts(24)]
     source, draft = TopFeature(), Eagle1()
     draft.build(target, source.build(target), torch.arange(VOCAB))
     loss = UnrolledLoss([SmoothL1(1.0), SoftCE(0.1)], step_decay=1.0)
-    module = DraftModule(target, source, draft, Unroll(DEPTH, detach=True), loss, Optimization()).double()
+    module = DraftModule(target, source, draft, unroll, loss, Optimization(), judged_depth=judged_depth).double()
     batch = packed(greedy)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for _ in range(25):
@@ -38,6 +37,12 @@ def trained() -> tuple[HFTarget, DraftModule]:
         module.run(batch)[0].total.backward()
         optimizer.step()
     return target, module.eval()
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[HFTarget, DraftModule]:
+    """By HASS."""
+    return train(Unroll(DEPTH, detach=True))
 
 
 def test_the_feature_that_the_proposer_taps_is_the_heads_input(trained: tuple[HFTarget, DraftModule]) -> None:
@@ -61,15 +66,22 @@ def test_greedy_answers_are_vanillas(trained: tuple[HFTarget, DraftModule], grow
     assert accepted > 10, "a head that is never right shows nothing"
 
 
-def test_the_walked_hit_table_is_the_chain_decoder_integer_for_integer(trained: tuple[HFTarget, DraftModule]) -> None:
-    target, module = trained
-    proposer = Eagle(module.source, module.draft, Chain(DEPTH), target.spec.layers)
+@pytest.mark.parametrize(
+    ("depth", "judged"),
+    [(DEPTH, DEPTH), (1, 7), (3, 2)],
+    ids=["as trained", "deeper than one step", "shallower"],
+)
+def test_the_walked_hit_table_is_the_chain_decoder_integer_for_integer(depth: int, judged: int) -> None:
+    target, module = train(Unroll(depth, detach=True), judged)
+    proposer = Eagle(module.source, module.draft, Chain(judged), target.spec.layers)
     asked = prompts(16, first=24)
     decoded = [answer(target, proposer, p, SamplingLaw()) for p in asked]
     reading = read_hits(module, [packed([(p, d.tokens) for p, d in zip(asked, decoded, strict=True)])])
     assert [[(r.judged, r.accepted, r.emitted) for r in rounds] for rounds in reading.answers] == [
         [(r.judged, r.accepted, r.emitted) for r in d.rounds] for d in decoded
     ]
-    counted = Acceptance.of((r for d in decoded for r in d.rounds), DEPTH)
+    counted = Acceptance.of((r for d in decoded for r in d.rounds), judged)
+    assert (reading.visited.judged, reading.visited.accepted) == (counted.judged, counted.accepted)
     assert (reading.visited.rounds, reading.visited.emitted) == (counted.rounds, counted.emitted)
     assert sum(counted.accepted) > 10
+    assert counted.accepted[min(judged, 2) - 1] > 0, "nothing beyond the first draft shows no feedback"

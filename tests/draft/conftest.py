@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from laws import Growing
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from eagle3_lab.draft.body import plain_rotary
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.types import PADDING, Batch, Context, DraftOut, FrozenTarget, Rotary, Rows, TargetSpec
+from eagle3_lab.types import PADDING, Batch, Context, DraftOut, FrozenTarget, Rotary, TargetSpec
 
 
 class StubTarget(FrozenTarget):
@@ -37,24 +38,6 @@ class StubTarget(FrozenTarget):
 
     def rotary(self, head_dim: int | None = None) -> Rotary:
         return plain_rotary(self.rope_base, head_dim or self.spec.head_dim)
-
-
-class Growing(Context):
-    """Decoding on one sequence without a cache's tricks: new rows see every stored key and, causally, one another."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        if layer in self.stored:
-            k = torch.cat((self.stored[layer][0], k), dim=2)
-            v = torch.cat((self.stored[layer][1], v), dim=2)
-        self.stored[layer] = (k, v)
-        groups = q.shape[1] // k.shape[1]
-        past = k.shape[2] - q.shape[2]
-        sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(past)
-        scores = q @ k.repeat_interleave(groups, dim=1).transpose(2, 3) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~sees, float("-inf")).softmax(-1) @ v.repeat_interleave(groups, dim=1)
 
 
 class Lab(NamedTuple):
@@ -99,14 +82,20 @@ TINY = TargetSpec(
 def make_lab() -> Callable[..., Lab]:
     """Build a random target in float64 and an untrained head on it."""
 
-    def make(draft: Eagle3 | None = None, vocab_size: int = 9, seed: int = 0, vocab: int = TINY.vocab) -> Lab:
+    def make(
+        draft: Eagle3 | None = None,
+        vocab_size: int = 9,
+        seed: int = 0,
+        vocab: int = TINY.vocab,
+        width: int | None = None,
+    ) -> Lab:
         torch.manual_seed(seed)
         spec = dataclasses.replace(TINY, vocab=vocab)
         target = StubTarget(
             spec, torch.randn(spec.vocab, spec.hidden).double(), torch.randn(spec.vocab, spec.hidden).double()
         )
         kept = torch.randperm(spec.vocab)[:vocab_size].sort().values
-        source = FusedFeature()
+        source = FusedFeature(width=width)
         head = Eagle3() if draft is None else draft
         head.build(target, source.build(target), kept)
         return Lab(target, source.double(), head.double(), kept)

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from eagle3_lab.draft.attention import DenseUnrolled
 from eagle3_lab.draft.layer import Eagle3, RMSNorm
+from eagle3_lab.draft.loss import UnrolledLoss
+from eagle3_lab.draft.terms import SoftCE
+from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.types import FrozenTarget, Rotary, Rows
 
 FIRST = [
@@ -82,6 +85,33 @@ def test_the_head_begins_as_asked(make_lab: Callable[..., Any]) -> None:
     assert not torch.allclose(random.draft.lm_head.weight, trained.draft.lm_head.weight)
 
 
+@pytest.mark.parametrize(
+    ("embedding", "names"), [("projected", ["embed.proj.weight"]), ("own", ["embed.tokens.weight"])]
+)
+def test_a_draft_of_another_width_embeds_by_weights_of_its_own_and_trains_them_all(
+    embedding: Any, names: list[str], make_lab: Callable[..., Any], make_batch: Any
+) -> None:
+    lab = make_lab(draft=Eagle3(head="random", embedding=embedding), width=8)
+    batch = make_batch([(9, 2)], length=9)
+    assert sorted(lab.draft.state_dict()) == sorted(FIRST + REST + names)
+    assert lab.draft.lm_head.in_features == lab.draft.norm.weight.shape[0] == 8
+    outs = lab.unrolled(batch, Unroll(2))
+    assert outs[1].carry.shape == (1, 9, 8)
+    UnrolledLoss([SoftCE()])(lab.draft, outs, batch, lab.target, lab.taps(batch)[1]).total.backward()
+    for name, parameter in lab.parameters().items():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_a_projected_embedding_multiplied_out_is_a_table_of_its_own(make_lab: Callable[..., Any]) -> None:
+    projected = make_lab(draft=Eagle3(head="random", embedding="projected"), width=8).draft.embed
+    own = make_lab(draft=Eagle3(head="random", embedding="own"), width=8).draft.embed
+    own.load_state_dict({"tokens.weight": projected.table()})
+    ids = torch.tensor([[0, 7, 22]])
+    torch.testing.assert_close(own(ids), projected(ids))
+    assert torch.equal(own.table(), projected.table())
+    assert make_lab().draft.embed.table() is None
+
+
 def test_training_the_copied_head_leaves_the_targets_own_alone(make_lab: Callable[..., Any]) -> None:
     lab = make_lab()
     before = lab.target.head.clone()
@@ -136,6 +166,7 @@ def test_rms_norm_is_computed_in_float32() -> None:
         ({"intermediate": -3}, "draft.intermediate must be >= 1, got -3"),
         ({"heads": 0}, "draft.heads must be >= 1, got 0"),
         ({"rope_base": 0.0}, "draft.rope_base must be > 1, got 0.0"),
+        ({"rms_eps": 0.0}, "draft.rms_eps must be > 0, got 0.0"),
     ],
 )
 def test_impossible_sizes_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
@@ -153,7 +184,9 @@ def test_an_unknown_beginning_of_the_head_is_refused() -> None:
     [
         (Eagle3(heads=5), 12, "draft.heads must be a multiple of draft.kv_heads, got 5 and 2"),
         (Eagle3(head_dim=7), 12, "draft.head_dim must be even"),
-        (Eagle3(), 8, r"draft width \(the features' 8\) must equal the target's hidden width 12"),
+        (Eagle3(), 8, "draft.head must be random for a draft of width 8: the rows of the target's head are 12 wide"),
+        (Eagle3(head="frozen"), 8, "draft.head must be random .* got 'frozen'"),
+        (Eagle3(head="random"), 8, "draft.embedding must be projected or own for a draft of width 8: .* is 12 wide"),
     ],
 )
 def test_sizes_that_do_not_fit_the_target_are_refused_when_built(

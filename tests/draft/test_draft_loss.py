@@ -292,3 +292,21 @@ def test_terms_that_the_parts_cannot_serve_are_refused(make_lab: Callable[..., A
         UnrolledLoss([TopKCE()]).check(lab.source, lab.draft)
     UnrolledLoss([SmoothL1(), TopKCE(k=9)]).check(top, lab.draft)
     UnrolledLoss([SoftCE(), SmoothL1(0.0)]).check(lab.source, lab.draft)  # weight 0: the term is off
+
+
+def test_steps_beyond_the_counted_ones_are_judged_and_weigh_nothing(
+    make_lab: Callable[..., Any], make_batch: Any
+) -> None:
+    lab, batch = make_lab(), make_batch([(9, 2), (5, 1)], length=14)
+    loss = UnrolledLoss([SoftCE()], 0.8)
+    short, long, all_of_it = (losses_of(lab, batch, loss, depth, **more) for depth, more in STEPS)
+    torch.testing.assert_close(long.total, short.total)
+    assert long.steps[2:].tolist() == [0.0, 0.0]
+    assert long.weights[..., 2:].sum() == 0
+    assert torch.equal(long.judged, all_of_it.judged)
+    assert torch.equal(long.hit, all_of_it.hit)
+    mine, theirs = (torch.autograd.grad(out.total, list(lab.parameters().values())) for out in (long, short))
+    torch.testing.assert_close(mine, theirs)
+
+
+STEPS: list[tuple[int, dict[str, Any]]] = [(2, {}), (4, {"counted": 2}), (4, {})]

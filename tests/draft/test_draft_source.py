@@ -19,6 +19,7 @@ from eagle3_lab.draft.source import FusedFeature, TopFeature
         (6, (1, 3, 5)),
         (7, (2, 3, 4)),
         (8, (2, 4, 5)),
+        (28, (2, 14, 25)),
         (30, (2, 15, 27)),
         (32, (2, 16, 29)),
     ],
@@ -62,6 +63,21 @@ def test_a_normed_source_gives_each_tap_an_rms_norm_of_its_own(make_lab: Callabl
     expected = by_hand[0] @ source.fc.weight[:, :12].T + 2 * by_hand[1] @ source.fc.weight[:, 12:].T
     torch.testing.assert_close(source((low, high)), expected)
     torch.testing.assert_close(source((1000 * low, high)), expected, rtol=1e-4, atol=1e-5)  # no tap drowns another
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 6, 7, 30, 32, 80])
+def test_default_layers_are_three_different_states_between_embedding_and_final_norm(num_layers: int) -> None:
+    ids = FusedFeature().layers(num_layers)
+    assert len(set(ids)) == 3
+    assert 0 < min(ids) and max(ids) < num_layers
+
+
+def test_the_fused_feature_has_the_width_asked_for(make_lab: Callable[..., Any]) -> None:
+    source = FusedFeature(layers=[1, 4], width=8)
+    assert source.build(make_lab().target) == 8
+    assert source((torch.randn(2, 3, 12), torch.randn(2, 3, 12))).shape == (2, 3, 8)
+    with pytest.raises(ValueError, match="features.width must be >= 1, or null for the target's, got 0"):
+        FusedFeature(width=0)
 
 
 def test_taps_in_a_narrower_dtype_reach_the_projection_in_its_own(make_lab: Callable[..., Any]) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from laws import drafts_as_serially
 from torch import Tensor
 
 from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.joined import JoinedUnrolled
 from eagle3_lab.draft.layer import Eagle3
+from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, Rows
 
@@ -72,25 +75,26 @@ def test_a_depth_below_one_is_refused() -> None:
         Unroll(depth=0)
 
 
+def test_judging_goes_deeper_than_training_and_attends_as_decoding_does() -> None:
+    trained = Unroll(depth=1, detach=True, attention=MultiplicativeUnrolled)
+    judging = trained.judging(4)
+    assert (judging.depth, judging.detach, judging.attention) == (4, True, JoinedUnrolled)
+    assert (trained.depth, trained.attention) == (1, MultiplicativeUnrolled)
+    with pytest.raises(ValueError, match="judged_depth must be >= 1, got 0"):
+        trained.judging(0)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_parallel_unroll_drafts_as_serial_decoding_does(
-    num_layers: int, make_lab: Callable[..., Any], make_batch: Any, growing: Callable[[], Context]
+    num_layers: int, make_lab: Callable[..., Any], make_batch: Any
 ) -> None:
-    depth = 4
-    lab = make_lab(draft=Eagle3(num_layers=num_layers))
     batch = make_batch([(10, 3)], length=10)
-    features = lab.source(lab.taps(batch)[0])
-    parallel = [out.head_in for out in Unroll(depth)(lab.draft, features, batch)]
-    for anchor in range(10 - depth - 1):
-        # the decoder: read the text up to the anchor's token, then draft on from the draft's own output
-        context = growing()
-        carry, ids = lab.draft.start(features[:, : anchor + 1]), batch.ids[:, 1 : anchor + 2]
-        position = torch.arange(anchor + 1)[None]
-        for s in range(depth):
-            out = lab.draft.step(carry, ids, Rows(position), s, context)
-            torch.testing.assert_close(out.head_in[:, -1], parallel[s][:, anchor], rtol=1e-10, atol=1e-10)
-            carry, ids = out.carry[:, -1:], batch.ids[:, anchor + 2 + s, None]
-            position = position[:, -1:] + 1
+    for lab in (
+        make_lab(draft=Eagle3(num_layers=num_layers)),
+        make_lab(draft=Eagle3(num_layers=num_layers, head="random", embedding="projected", head_dim=10), width=8),
+    ):
+        drafts_as_serially(Unroll(4), lab.draft, lab.source(lab.taps(batch)[0]), batch)
+        drafts_as_serially(Unroll(1).judging(7), lab.draft, lab.source(lab.taps(batch)[0]), batch)
 
 
 def test_padding_rows_are_finite(make_lab: Callable[..., Any], make_batch: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from laws import drafts_as_serially
 
 from eagle3_lab.draft.attention import DenseUnrolled
 from eagle3_lab.draft.eagle1 import Eagle1
@@ -16,7 +18,7 @@ from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
 from eagle3_lab.draft.terms import SoftCE
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Context, Rows
+from eagle3_lab.types import PADDING, Rows
 
 VOCAB = 23
 LAYER = [
@@ -78,21 +80,24 @@ def test_multiplicative_masking_gives_unseen_keys_score_zero() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_parallel_unroll_drafts_as_serial_decoding_does(
-    num_layers: int, make_lab: Callable[..., Any], make_batch: Any, growing: Callable[[], Context]
+    num_layers: int, make_lab: Callable[..., Any], make_batch: Any
 ) -> None:
-    depth = 4
     lab, batch = make_eagle(make_lab, num_layers=num_layers), make_batch([(10, 3)], length=10)
-    features = lab.source(lab.taps(batch)[0])
-    parallel = [out.head_in for out in Unroll(depth, detach=True)(lab.draft, features, batch)]
-    for anchor in range(10 - depth - 1):
-        context = growing()
-        carry, ids = lab.draft.start(features[:, : anchor + 1]), batch.ids[:, 1 : anchor + 2]
-        position = torch.arange(anchor + 1)[None]
-        for s in range(depth):
-            out = lab.draft.step(carry, ids, Rows(position), s, context)
-            torch.testing.assert_close(out.head_in[:, -1], parallel[s][:, anchor], rtol=1e-10, atol=1e-10)
-            carry, ids = out.carry[:, -1:], batch.ids[:, anchor + 2 + s, None]
-            position = position[:, -1:] + 1
+    drafts_as_serially(Unroll(4, detach=True), lab.draft, lab.source(lab.taps(batch)[0]), batch)
+    # seven steps deep though trained for one, and though trained with the published masking
+    judging = Unroll(1, detach=True, attention=MultiplicativeUnrolled).judging(7)
+    drafts_as_serially(judging, lab.draft, lab.source(lab.taps(batch)[0]), batch)
+
+
+def test_a_heads_padding_rows_are_never_drafted(make_lab: Callable[..., Any]) -> None:
+    lab = make_eagle(make_lab)
+    lab.target.spec = dataclasses.replace(lab.target.spec, tokens=VOCAB - 3)
+    draft = Eagle1()
+    draft.build(lab.target, 12, torch.arange(VOCAB - 3))
+    head_in = torch.randn(4, 12).double()
+    torch.testing.assert_close(draft.logits(head_in, 0), lab.target.logits(head_in)[:, : VOCAB - 3])
+    with pytest.raises(ValueError, match="draft_vocab must be null"):
+        draft.build(lab.target, 12, torch.arange(VOCAB - 4))
 
 
 def test_only_the_drafts_own_weights_are_trained(make_lab: Callable[..., Any], make_batch: Any) -> None:
@@ -121,11 +126,19 @@ def test_a_smaller_draft_vocabulary_is_refused(make_lab: Callable[..., Any]) -> 
         make_lab(draft=Eagle1(), vocab_size=9)
 
 
+def test_a_source_of_another_width_is_refused(make_lab: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="features.width must be null for Eagle1, .* head of width 12, got 8"):
+        make_lab(draft=Eagle1(), vocab_size=VOCAB, width=8)
+
+
 def test_multiplicative_masking_on_packed_rows_is_refused(make_lab: Callable[..., Any], make_batch: Any) -> None:
     lab, unroll = make_eagle(make_lab), Unroll(2, attention=MultiplicativeUnrolled)
     with pytest.raises(UserError, match="needs one document a row, got a row of 2; set data.packed: false"):
         lab.unrolled(make_batch([(5, 1), (4, 1)], length=10), unroll)
     assert len(lab.unrolled(make_batch([(5, 1)], [(4, 1)], length=10), unroll)) == 2
+    with pytest.raises(UserError, match="needs one document a row"):
+        unroll.attention().check(make_batch([(5, 1), (4, 1)], length=10).document)
+    unroll.attention().check(make_batch([(5, 1)], length=10).document)
 
 
 @pytest.mark.parametrize("head", [Eagle1, Eagle3])

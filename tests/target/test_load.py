@@ -7,16 +7,20 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import tiny
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.load import TargetChoice, weights_hash
+from eagle3_lab.target.probe import probe
+from eagle3_lab.types import Batch, Needs
 
 Edit = Callable[[dict], None]
 
@@ -67,6 +71,44 @@ def test_the_attention_asked_for_is_used(folder: Path) -> None:
     for attention in ("sdpa", "eager"):
         target = TargetChoice(str(folder), attention=attention).load()
         assert target.model.config._attn_implementation == attention
+
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=["auto", "by hand"])
+def test_a_target_spread_by_a_device_map_is_the_same_target(folder: Path, device_map: Any) -> None:
+    plain, spread = (TargetChoice(str(folder), device_map=where).load() for where in (None, device_map))
+    batch = Batch(torch.arange(12).view(1, 12), torch.ones(1, 12, dtype=torch.bool), *rows_of(12))
+    needs = Needs(layers=(0, 2, 4), top=True, logits=True)
+    mine, theirs = (target.features(batch.to(target.device), needs) for target in (spread, plain))
+    torch.testing.assert_close(mine.logits, theirs.logits)
+    assert spread.spec == plain.spec
+
+
+def rows_of(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
+
+
+@pytest.mark.gpu
+def test_a_target_whose_layers_lie_on_two_devices_is_the_same_target(folder: Path) -> None:
+    """The second half of the layers, norm and head on the accelerator, embedding and cache's book-keeping not."""
+    plain = TargetChoice(str(folder), device="cpu").load()
+    there = TargetChoice(str(folder), device="cpu").load()
+    inner = there.model.model
+    for part in (*inner.layers[2:], inner.norm, there.model.lm_head):
+        add_hook_to_module(part.to("cuda"), AlignDevicesHook(execution_device="cuda"))
+    batch = Batch(torch.arange(12).view(1, 12), torch.ones(1, 12, dtype=torch.bool), *rows_of(12))
+    needs = Needs(layers=(1, 3), top=True, logits=True)
+    for mine, theirs in zip(there.features(batch, needs).taps, plain.features(batch, needs).taps, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert probe(there) < 1e-3
+    assert torch.equal(there.head_rows(torch.tensor([3, 5])), plain.head_rows(torch.tensor([3, 5])))
+
+
+def test_a_device_beside_a_device_map_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="target.device is 'cpu' and target.device_map is given: leave one out"):
+        TargetChoice(str(folder), device="cpu", device_map="auto")
 
 
 # ------------------------------------------------------------------------------------------------------- identities

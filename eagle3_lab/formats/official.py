@@ -1,0 +1,211 @@
+"""Public EAGLE-3 heads, in the layout of SafeAILab/EAGLE, SpecForge and SGLang: read into our parts, and written back.
+
+A head is a folder, or a hub id, with ``config.json`` (flat fields of a Llama configuration) and ``model.safetensors``
+or ``pytorch_model.bin``. Its tensors are ours but for two names: ``midlayer.`` is our ``layers.0.``, and ``fc.weight``
+is the feature source's. ``d2t`` holds offsets; a head without it says every target id.
+
+The experiment says which parts a head is read into. Where the head's configuration disagrees with them, the one line
+that says so names the key to change: nothing of a head is guessed, and no tensor of it is dropped unseen.
+
+Source: EAGLE cb7e084 eagle/model/cnets.py:488-534, eagle/model/ea_model.py:51-76, 124-135; SGLang llama_eagle3.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle3_lab.draft.layer import Eagle3
+from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.draft.vocab import DraftVocab
+from eagle3_lab.errors import UserError
+from eagle3_lab.formats.agreement import refuse_disagreement
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import DraftModel, FeatureSource
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+EMBEDDING, FUSION = "embed_tokens.weight", "fc.weight"
+THERE, HERE = "midlayer.", "layers.0."
+"""How the first layer is called by them, and by us."""
+
+DERIVED = "rotary_emb.inv_freq"
+"""Ends the name of a buffer that old heads carry, and that their configuration decides."""
+
+
+@dataclass(frozen=True)
+class PublicHead:
+    """A head as its files hold it. ``place`` names it in messages; ``tensors`` are by public names, on the CPU."""
+
+    place: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read(place: str) -> PublicHead:
+    """Read a head's files, nothing of which is executed.
+
+    Raises:
+        UserError: no such folder or hub id, a missing or broken file, or a speculators checkpoint.
+    """
+    file = _file(place, CONFIG)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); a JSON object is needed") from None
+    if not isinstance(config, dict) or "speculators_model_type" in config:
+        raise UserError(
+            f"{file}: no configuration of an EAGLE-3 head in the layout of EAGLE, SpecForge or SGLang (flat fields, "
+            "draft_vocab_size among them); convert it first"
+        )
+    return PublicHead(place, config, _tensors(weights_file(place)))
+
+
+def weights_file(place: str) -> Path:
+    """The file of a head's tensors, fetched first for a hub id. Raises UserError where there is none."""
+    faults = []
+    for name in WEIGHTS:
+        try:
+            return _file(place, name)
+        except UserError as error:
+            faults.append(error)
+    raise UserError(f"{faults[0]}; {' or '.join(WEIGHTS)} is needed") from None
+
+
+def content_hash(place: str) -> str:
+    """Identity of a head: of its configuration and its tensors."""
+    digest = hashlib.sha256(_file(place, CONFIG).read_bytes())
+    with weights_file(place).open("rb") as file:
+        return digest.hexdigest()[:16] + hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def load(head: PublicHead, target: HFTarget, source: FeatureSource, draft: DraftModel) -> None:
+    """Build ``source`` and ``draft`` for ``target`` and give them the head's weights, in their own dtype.
+
+    Raises:
+        UserError: other parts than EAGLE-3's, a head for another target or of other sizes than the parts', a
+            vocabulary that is none, or a tensor that is missing, unknown or of another shape.
+    """
+    if not isinstance(source, FusedFeature) or not isinstance(draft, Eagle3):
+        raise UserError(
+            f"model.public: {head.place} is Eagle3 on FusedFeature, the experiment has {type(draft).__name__} on "
+            f"{type(source).__name__}; set model.draft: Eagle3 and model.features: FusedFeature"
+        )
+    try:
+        draft.build(target, source.build(target), _vocabulary(head, target.spec.vocab))
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+    refuse_disagreement(head.place, head.config, target.spec, source, draft)
+    ours = _ours(head, target, draft)
+    source.load_state_dict({FUSION: _fitting(head, ours, FUSION, source.fc.weight)})
+    kept = {name: value for name, value in draft.state_dict().items() if not name.startswith("draft_vocab.")}
+    state = {name: _fitting(head, ours, name, value) for name, value in kept.items()}
+    if ours:
+        raise UserError(f"{head.place}: tensors that no EAGLE-3 head has: {', '.join(sorted(ours)[:5])}")
+    state |= {f"draft_vocab.{name}": value for name, value in draft.draft_vocab.state_dict().items()}
+    draft.load_state_dict(state)
+
+
+def _file(place: str, name: str) -> Path:
+    """A file of a head's folder, or of the hub's repository of that id."""
+    folder = Path(place).expanduser()
+    if folder.is_dir() or folder.is_absolute() or place.startswith((".", "~")):
+        if not (folder / name).is_file():
+            raise UserError(f"model.public: no file {folder / name}")
+        return folder / name
+    try:
+        return Path(huggingface_hub.hf_hub_download(place, name))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        said = " ".join(str(error).split())[:160]
+        raise UserError(f"model.public: no folder {place}, and the hub gives no {name} of that id ({said})") from None
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())[:120]})") from None
+    except Exception as error:  # noqa: BLE001 - a damaged archive raises whatever its first wrong byte leads to
+        said = " ".join(str(error).split())[:120]
+        raise UserError(f"{file}: cannot be read as a file of tensors alone ({said})") from None
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"{file}: holds a {type(found).__name__}; a mapping from names to tensors is needed")
+    return dict(found)
+
+
+def _vocabulary(head: PublicHead, vocab: int) -> Tensor:
+    """The kept target ids, ascending."""
+    try:
+        if (d2t := head.tensors.get("d2t")) is not None:
+            return DraftVocab.from_offsets(d2t, vocab, head.tensors.get("t2d")).ids()
+    except ValueError as error:
+        raise UserError(f"{head.place}: {error}") from None
+    rows = head.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in head.tensors else 0
+    if rows != vocab:
+        raise UserError(f"{head.place}: no d2t, though its lm_head has {rows} rows and the target {vocab} ids")
+    return torch.arange(vocab)
+
+
+def _ours(head: PublicHead, target: HFTarget, draft: Eagle3) -> dict[str, Tensor]:
+    """The head's tensors by our names, those left out that our parts have from elsewhere."""
+    found = {
+        name.replace(THERE, HERE): value
+        for name, value in head.tensors.items()
+        if name not in ("d2t", "t2d") and not name.endswith(DERIVED)
+    }
+    embedding = found.pop(EMBEDDING, None)
+    if draft.embedding == "own" and embedding is not None:
+        found["embed.tokens.weight"] = embedding
+    elif embedding is not None and not _is_targets(embedding, target):
+        raise UserError(f"{head.place}: holds an embedding of its own; set model.draft.embedding: own")
+    return found
+
+
+def _is_targets(embedding: Tensor, target: HFTarget, rows: int = 8192) -> bool:
+    """Whether a stored table is the target's own, but for the rounding of half a precision."""
+    if embedding.shape != (target.spec.vocab, target.spec.hidden):
+        return False
+    for begin in range(0, len(embedding), rows):
+        part = embedding[begin : begin + rows]
+        mine = target.embed(torch.arange(begin, begin + len(part), device=target.device))
+        if not torch.allclose(part.float(), mine.float().cpu(), rtol=1e-2, atol=1e-4):
+            return False
+    return True
+
+
+def _fitting(head: PublicHead, tensors: dict[str, Tensor], name: str, wanted: Tensor) -> Tensor:
+    """Take one tensor out, refusing another shape."""
+    public = name.replace(HERE, THERE).replace("embed.tokens.", "embed_tokens.")
+    if name not in tensors:
+        raise UserError(f"{head.place}: no tensor {public}")
+    found = tensors.pop(name)
+    if found.shape != wanted.shape:
+        raise UserError(f"{head.place}: {public} is {list(found.shape)}, {list(wanted.shape)} fits the experiment")
+    return found
+
+
+def public_tensors(source: FusedFeature, draft: Eagle3, dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
+    """Built parts as a public head's tensors, on the CPU, in ``dtype`` (None: their own)."""
+    named = {FUSION: source.fc.weight}
+    named |= {
+        name.replace(HERE, THERE): value
+        for name, value in draft.state_dict().items()
+        if not name.startswith(("draft_vocab.", "embed."))
+    }
+    if (table := draft.embed.table()) is not None:
+        named[EMBEDDING] = table
+    floats = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in named.items()}
+    return floats | {name: value.cpu().contiguous() for name, value in draft.draft_vocab.state_dict().items()}

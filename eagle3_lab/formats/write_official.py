@@ -1,0 +1,89 @@
+"""Writing a head in the layout of SafeAILab/EAGLE, SpecForge and SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from eagle3_lab.draft.layer import Eagle3, FusingLayer
+from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.errors import UserError
+from eagle3_lab.formats.agreement import INPUT, LAYERS, OUTPUT, default_layers
+from eagle3_lab.formats.official import CONFIG, WEIGHTS, public_tensors
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.rope import fields_of, older_fields
+
+
+def write(
+    folder: Path, target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.dtype | None = None
+) -> None:
+    """Write built parts as a public head: ``config.json`` and ``model.safetensors``, each whole or not at all.
+
+    ``dtype`` is that of the weights; None: the parts' own. What is read back in that dtype is equal bit for bit.
+
+    Raises:
+        UserError: a head of several layers, which this layout cannot say, or a folder that cannot be written.
+    """
+    if draft.num_layers != 1:
+        raise UserError(f"{folder}: the official layout holds one layer (midlayer), the draft has {draft.num_layers}")
+    tensors = dict(public_tensors(source, draft, dtype))
+    text = json.dumps(_config(target, source, draft, tensors["lm_head.weight"].dtype), indent=2) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replaced(folder / WEIGHTS[0], lambda place: save_file(tensors, place, metadata={"format": "pt"}))
+        _replaced(folder / CONFIG, lambda place: place.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.dtype) -> dict[str, Any]:
+    spec, first = target.spec, draft.layers[0]
+    assert isinstance(first, FusingLayer)
+    attention, base = first.self_attn, draft.body.rope_base
+    rope = fields_of(target.model.config.get_text_config(decoder=True))
+    if base is not None:
+        rope = older_fields({"rope_type": "default", "rope_theta": base})
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": source.fc.out_features,
+        "intermediate_size": first.mlp.gate_proj.out_features,
+        "num_attention_heads": attention.q_proj.out_features // attention.head_dim,
+        "num_key_value_heads": attention.k_proj.out_features // attention.head_dim,
+        "head_dim": attention.head_dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": draft.norm.eps,
+        "hidden_act": "silu",
+        "vocab_size": spec.vocab,
+        "draft_vocab_size": len(draft.vocab),
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": False,
+        "eos_token_id": list(spec.end_tokens),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **rope,
+    }
+    if source.fc.out_features != spec.hidden:
+        config["target_hidden_size"] = spec.hidden
+    layers = source.layers(spec.layers)
+    if layers != default_layers(spec.layers):  # each engine reads one of the two, in its own counting
+        config[INPUT] = list(layers)
+        config[OUTPUT] = {"use_aux_hidden_state": True, LAYERS: [layer - 1 for layer in layers]}
+    return config
+
+
+def _replaced(place: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the destination and rename."""
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.replace(name, place)
+    finally:
+        Path(name).unlink(missing_ok=True)

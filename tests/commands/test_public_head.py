@@ -1,0 +1,154 @@
+"""Public heads from the command line: what a head of ours gives as one, and the known answers on a stand-in."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import PROGRESS, Bench, Ran
+from test_evaluate import counters
+from tiny import HIDDEN, LAYERS, VOCAB, TinyLab
+
+from eagle3_lab import checkpoint, load
+from eagle3_lab.__main__ import main
+from eagle3_lab.formats.write_official import write
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+KNOWN = sorted(path.stem for path in EXPERIMENTS.glob("known_answer_*.yaml"))
+
+
+@pytest.fixture
+def published(finished: tuple[Bench, Ran], tmp_path: Path) -> Path:
+    """The finished experiment's trained head as a public one."""
+    experiment = load(str(finished[0].yaml))
+    target, model = experiment.target.load(), experiment.model
+    checkpoint.restore(finished[0].work() / "draft.ckpt", target, model.features, model.draft)
+    write(tmp_path / "head", target, model.features, model.draft)
+    return tmp_path / "head"
+
+
+def test_a_trained_head_measures_the_same_as_a_public_one(
+    finished: tuple[Bench, Ran], bench: Bench, published: Path, tmp_path: Path
+) -> None:
+    ran = bench.run("evaluate", "--model.public", str(published), "--json", str(tmp_path / "table.json"))
+    assert (ran.code, ran.complaints) == (0, [])
+    assert f"checkpoint: {published}" in ran.out
+    told = json.loads((tmp_path / "table.json").read_text())
+    assert counters(told) == counters(json.loads(finished[0].yaml.with_name("table.json").read_text()))
+    ran = bench.run("generate", "ab", "--model.public", str(published), "--max-new-tokens", "6")
+    assert ran.code == 0
+    assert "tau" in ran.err
+
+
+def test_training_goes_on_from_a_public_head_and_is_then_what_is_measured(bench: Bench, published: Path) -> None:
+    words = ("--model.public", str(published), "--evaluate.tasks.0.limit", "1")
+    ran = bench.run("fit", *words, "--trainer.max_steps", "3")
+    assert (ran.code, ran.complaints) == (0, [])
+    ran = bench.run("evaluate", *words, "--trainer.max_steps", "3")
+    assert (ran.code, ran.complaints) == (0, [])
+    assert f"checkpoint: {bench.work() / 'draft.ckpt'}" in ran.out
+
+
+def test_two_beginnings_a_missing_head_and_other_parts_cost_one_line_each(bench: Bench, published: Path) -> None:
+    head = str(published)
+    for words, fault in (
+        (("--model.public", head, "--model.start", "x.ckpt"), "model.start is x.ckpt and model.public"),
+        (("--model.public", f"{head}/none"), "model.public: no file"),
+        (
+            ("--model.public", head, "--model.features.layers", "[0, 1, 2]"),
+            "reads hidden states [1, 2, 3]",
+        ),
+        (("--model.public", head, "--model.features", "TopFeature"), "the experiment has Eagle3 on TopFeature"),
+    ):
+        for verb in ("evaluate", "fit"):
+            ran = bench.run(verb, *words)
+            assert (ran.code, ran.out) == (2, "")
+            (line,) = ran.complaints
+            assert fault in line
+
+
+def stand_in(folder: Path) -> Path:
+    """A random head of the tiny target's shapes, by the public names alone, as the public repositories hold it."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "midlayer.self_attn.q_proj.weight": (HIDDEN, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": (HIDDEN // 2, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": (HIDDEN // 2, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "midlayer.mlp.gate_proj.weight": (2 * HIDDEN, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (2 * HIDDEN, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, 2 * HIDDEN),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "midlayer.input_layernorm.weight": (HIDDEN,),
+        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (64, HIDDEN),
+    }
+    tensors = {name: torch.randn(shape, generator=draw).half() for name, shape in shapes.items()}
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[:64] = True
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": 64,
+        "max_position_embeddings": 2048,
+        "eagle_aux_hidden_state_layer_ids": [1, LAYERS // 2, LAYERS - 1],  # the official ones need seven layers
+    }
+    folder.mkdir()
+    torch.save(tensors | {"d2t": torch.zeros(64, dtype=torch.long), "t2d": t2d}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_answer_is_measured_as_written_on_a_stand_in(name: str, tiny: TinyLab, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["ab", "c"]}))
+    words = (
+        f"--target.model {tiny.target} --target.dtype float32 --target.chat_template null "
+        f"--model.public {stand_in(tmp_path / 'head')} --data.path {tiny.data} --data.max_length 96 "
+        f"--data.row_length 96 --evaluate.tasks [{{name: mine, path: {tmp_path / 'mine.jsonl'}}}] "
+        f"--evaluate.max_new_tokens 8 --tracking.folder {tmp_path / 'runs'} --json {tmp_path / 'table.json'}"
+    )
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["evaluate", str(EXPERIMENTS / f"{name}.yaml"), *_split(words)])
+    assert code == 0, err.getvalue()
+    assert [line for line in err.getvalue().splitlines() if not PROGRESS.match(line)] == []
+    rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())["methods"]}
+    assert set(rows) == {"vanilla", "chain", "tree"}
+    assert (len(rows["chain"]["n_alpha"]), len(rows["tree"]["n_alpha"])) == (7, 8)
+    assert len({row["tokens"] for row in rows.values()}) == 1, "a random head changes no token"
+
+
+def _split(words: str) -> list[str]:
+    """At each ``--``: values hold spaces."""
+    pairs = [word.partition(" ") for word in words.split("--") if word]
+    return [part for key, _, value in pairs for part in (f"--{key}", value.strip())]
+
+
+def test_there_is_a_known_answer_for_each_of_two_targets() -> None:
+    assert KNOWN == ["known_answer_llama31_8b", "known_answer_vicuna_13b"]
+    for name in KNOWN:
+        experiment = load(str(EXPERIMENTS / f"{name}.yaml"))
+        assert experiment.evaluate is not None
+        tree = experiment.evaluate.methods["tree"]
+        assert (tree.levels, tree.grow.nodes) == (8, 60)  # pyright: ignore[reportAttributeAccessIssue]
+        assert [task.name for task in experiment.evaluate.tasks] == [
+            "mt_bench",
+            "humaneval",
+            "gsm8k",
+            "alpaca",
+            "cnn_dm",
+        ]
