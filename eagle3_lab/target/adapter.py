@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from eagle3_lab.cache import KVCache
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import PADDING, Batch, FrozenTarget, Needs, Rotary, Session, TargetOut, TargetSpec, Tree, Verdict
 
 _UNSOUND_ROPE = ("dynamic", "longrope")  # their angles depend on the longest row of the batch
@@ -29,7 +30,7 @@ class HFTarget(FrozenTarget):
     """A loaded model, its tokenizer, and everything the lab asks of them.
 
     Args:
-        model: any causal LM with full attention; put in eval mode, its parameters frozen.
+        model: any causal LM with full attention, sliding windows included; put in eval mode, its parameters frozen.
         tokenizer: the tokenizer that goes with it; None where only tensors are asked for.
         spec: sizes and identity.
 
@@ -44,6 +45,7 @@ class HFTarget(FrozenTarget):
         self._tokenizer = tokenizer
         self.spec = spec
         self._config = model.config.get_text_config(decoder=True)
+        self._windows = Windows.of(self._config)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
 
@@ -77,10 +79,14 @@ class HFTarget(FrozenTarget):
         """The target's inverse frequencies; at another head width, the same rule computed for that width."""
         module = _rotary_module(self.model)
         if head_dim in (None, self.spec.head_dim):
-            return Rotary(module.inv_freq.detach().clone(), float(module.attention_scaling))
+            return _rotary(module)
         config = type(self._config).from_dict({**self._config.to_dict(), "head_dim": head_dim})
-        other = type(module)(config=config).to(module.inv_freq.device)
-        return Rotary(other.inv_freq.detach().clone(), float(other.attention_scaling))
+        return _rotary(type(module)(config=config).to(self.device))
+
+    @property
+    def window(self) -> int | None:
+        """How many positions its windowed layers look back over, their own included; None: all layers see all."""
+        return self._windows.width
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +111,8 @@ class HFTarget(FrozenTarget):
         """
         seen = batch.document[:, :, None] == batch.document[:, None, :]  # padding sees padding: finite, never used
         seen &= torch.ones_like(seen[0]).tril()
-        return self._forward(batch.ids, batch.position, seen, None, needs)
+        mask = self._windows.masks(seen, batch.position, batch.position, self.dtype)
+        return self._forward(batch.ids, batch.position, mask, None, needs)
 
     # ---- decoding
 
@@ -117,7 +124,7 @@ class HFTarget(FrozenTarget):
         self,
         ids: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
-        visible: Bool[Tensor, "B T S"],
+        mask: Mask,
         cache: Cache | None,
         needs: Needs,
         logit_rows: Int[Tensor, "B L"] | None = None,
@@ -126,7 +133,7 @@ class HFTarget(FrozenTarget):
         with _tapped(self._blocks, needs.layers) as taps:
             out = self.model.base_model(
                 input_ids=ids,
-                attention_mask=_mask(self.model, visible, self.dtype),
+                attention_mask=mask,
                 position_ids=position,
                 use_cache=cache is not None,
                 **({} if cache is None else {self._cache_argument: cache}),
@@ -174,7 +181,7 @@ class HFSession(Session):
         """Nodes ``done`` .. N-1 in one forward; node i goes to scratch slot i, at position committed + depth(i)."""
         visible = tree.visible()
         position = self.cache.lengths[:, None] + (visible.sum(-1) - 1).clamp(min=0)
-        return self._run(tree.tokens[:, done:], position[:, done:], visible[:, done:], None)
+        return self._run(tree.tokens[:, done:], position, visible[:, done:], None)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -185,16 +192,18 @@ class HFSession(Session):
     def _run(
         self,
         ids: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
+        position: Int[Tensor, "B M"],
         uncommitted: Bool[Tensor, "B T M"],
         logit_rows: Int[Tensor, "B L"] | None,
     ) -> TargetOut:
-        """Rows T are the last ones of the M uncommitted tokens."""
+        """Rows T are the last ones of the M uncommitted tokens; ``position`` is that of all M."""
         count, scratch = ids.shape[1], uncommitted.shape[-1]
-        self._slots.view = self.cache.view(scratch)
+        view = self._slots.view = self.cache.view(scratch)
         self._slots.slots = self.cache.slots(count, scratch - count)
-        visible = self.cache.visible(uncommitted, self._slots.view)
-        return self._target._forward(ids, position, visible, self._slots, self._needs, logit_rows)
+        visible = self.cache.visible(uncommitted, view)
+        rows = position[:, scratch - count :]
+        mask = self._target._windows.masks(visible, rows, self.cache.positions(position, view), self._target.dtype)
+        return self._target._forward(ids, rows, mask, self._slots, self._needs, logit_rows)
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -245,20 +254,28 @@ def refusals(model: PreTrainedModel) -> list[str]:
     said = config.to_dict()
     parameters = inspect.signature(model.forward).parameters
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    rope = (said.get("rope_parameters") or {}).get("rope_type")
+    types = set(said.get("layer_types") or ()) - {FULL, SLIDING}
+    ropes = _rope_types(said.get("rope_parameters") or {})
     attention = model.config._attn_implementation
     capped = bool(said.get("attn_logit_softcapping"))
     found = {
-        f"cache layers {sorted(k.__name__ for k in kinds)}": kinds != {DynamicLayer},
+        f"cache layers {sorted(k.__name__ for k in kinds)}": not kinds <= {DynamicLayer, DynamicSlidingWindowLayer},
+        f"layer types {sorted(types)}": bool(types),
         "recurrent state": model._is_stateful,
         "no position_ids": "position_ids" not in parameters,
         "ALiBi": bool(said.get("alibi")),
         "an encoder": bool(said.get("is_encoder_decoder")),
-        f"rope type {rope!r}": rope in _UNSOUND_ROPE,
+        **{f"rope type {rope!r}": rope in _UNSOUND_ROPE for rope in ropes},
         f"soft-capped attention under {attention}, which drops the cap (eager keeps it)": capped
         and attention != "eager",
     }
     return [reason for reason, holds in found.items() if holds]
+
+
+def _rope_types(said: dict[str, Any]) -> set[str | None]:
+    """One rope for all layers, or one for each layer type."""
+    each = [value for value in said.values() if isinstance(value, dict)]
+    return {one.get("rope_type") for one in (each or [said])}
 
 
 def _blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -270,20 +287,24 @@ def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _rotary_module(model: PreTrainedModel) -> Any:  # noqa: ANN401 (what it holds, families agree on by custom)
+_FREQUENCIES = {"inv_freq": "attention_scaling", f"{FULL}_inv_freq": f"{FULL}_attention_scaling"}
+"""Names of a rotary module's frequencies and of their scale; where each layer type has its own (gemma3), the full
+layers' are what a draft turns by."""
+
+
+def _rotary_module(model: PreTrainedModel) -> nn.Module:
     """The one rotary module; drafts take their frequencies from it."""
-    found = [m for m in model.base_model.modules() if "inv_freq" in dict(m.named_buffers(recurse=False))]
+    found = [m for m in model.base_model.modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
     if len(found) != 1:
         raise UserError(f"target: {len(found)} rotary embeddings found in {type(model).__name__}, one is needed")
     return found[0]
 
 
-def _mask(model: PreTrainedModel, visible: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Tensor:
-    """The 4-D mask in the form the attention implementation reads: bool for sdpa, additive for eager."""
-    if model.config._attn_implementation == "eager":  # a bool mask would be added as 0 and 1
-        additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return additive.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
-    return visible[:, None]
+def _rotary(module: nn.Module) -> Rotary:
+    (name,) = _FREQUENCIES.keys() & module._buffers.keys()
+    inv_freq = module._buffers[name]
+    assert inv_freq is not None
+    return Rotary(inv_freq.detach().clone(), float(vars(module)[_FREQUENCIES[name]]))
 
 
 @contextmanager
