@@ -39,9 +39,10 @@ class Eagle(Proposer):
         draft: the head, built for this target; both in eval mode, on the target's device.
         grow: the tree's shape.
         num_layers: decoder blocks of the target (the source's layer rule needs it).
+        max_positions: the context up to which the draft's angles are sound; None: no limit.
 
     Raises:
-        ValueError: the tree is wider than the draft vocabulary.
+        ValueError: the tree is wider than the draft vocabulary, or deeper than the draft's context is long.
     """
 
     # Set by `start`: the draft's cache, and the rows held back: features, the tokens after them, how many are real.
@@ -50,11 +51,23 @@ class Eagle(Proposer):
     _next: Int[Tensor, "B T"]
     _count: Int[Tensor, " B"]
 
-    def __init__(self, source: FeatureSource, draft: DraftModel, grow: Grow, num_layers: int) -> None:
+    def __init__(
+        self,
+        source: FeatureSource,
+        draft: DraftModel,
+        grow: Grow,
+        num_layers: int,
+        max_positions: int | None = None,
+    ) -> None:
         grow.check(len(draft.vocab))
         self._source, self._draft, self._grow = source, draft, grow
         self.needs = Needs(layers=source.layers(num_layers))
         self.nodes = grow.nodes
+        if max_positions is not None:
+            if grow.levels > max_positions:
+                raise ValueError(f"a tree of {grow.levels} levels does not fit the draft's context of {max_positions}")
+            # With the root at r the anchor is at r - 1, and the last rows run, of level levels - 1, at r + levels - 2.
+            self.positions = max_positions - grow.levels + 2
 
     def start(
         self,
