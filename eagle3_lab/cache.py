@@ -125,6 +125,13 @@ class KVCache:
         self.lengths[row] = other.lengths[0]
         self.bound = max(self.bound, count)
 
+    def reset(self) -> None:
+        """Forget all tokens; memory stays where it is, zero-filled."""
+        self.lengths, self.bound = torch.zeros_like(self.lengths), 0
+        for memory in (*self._keys, *self._values):
+            if memory is not None:
+                memory.zero_()
+
     def settle(self) -> None:
         """Make the host's bound exact again (one read from the device); between rounds it only ever grows."""
         self.bound = int(self.lengths.max())

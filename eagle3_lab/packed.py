@@ -35,11 +35,12 @@ class PackedLinear(nn.Linear):
 
     def _laid_out(self) -> Tensor:
         now = (self.weight.data_ptr(), self.weight._version)  # an optimizer's step changes the second
-        if self._layout is None or now != self._made_of:
+        layout = self._layout
+        if layout is None or now != self._made_of:
             with torch.no_grad():
-                self._layout = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
-            self._made_of = now
-        return self._layout
+                layout = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+            self._layout, self._made_of = layout, now
+        return layout
 
 
 def packable(linear: nn.Linear) -> bool:

@@ -8,6 +8,7 @@ the last word.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from eagle3_lab.cache import KVCache
+from eagle3_lab.cache import BUCKET, KVCache
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.captured import Captured, CudaRecord, Record
 from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import PADDING, Batch, FrozenTarget, Needs, Rotary, Session, TargetOut, TargetSpec, Tree, Verdict
 
@@ -33,12 +35,20 @@ class HFTarget(FrozenTarget):
         model: any causal LM with full attention, sliding windows included; put in eval mode, its parameters frozen.
         tokenizer: the tokenizer that goes with it; None where only tensors are asked for.
         spec: sizes and identity.
+        capture: replay scored trees as CUDA graphs, one a shape; sessions then share caches, one after another.
 
     Raises:
-        UserError: the model's attention, rope or signature cannot be decoded by trees, by name of what is wrong.
+        UserError: capturing on another device than CUDA; the model's attention, rope or signature cannot be decoded by
+            trees, by name of what is wrong.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, spec: TargetSpec) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        spec: TargetSpec,
+        capture: bool = False,
+    ) -> None:
         if reasons := refusals(model):
             raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
         self.model = model.eval().requires_grad_(False)
@@ -48,6 +58,12 @@ class HFTarget(FrozenTarget):
         self._windows = Windows.of(self._config)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
+        self._record: Record | None = None
+        self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
+        if capture:
+            if self.device.type != "cuda":
+                raise UserError(f"target.capture: needs CUDA, the target is on {self.device}; false")
+            self._record = CudaRecord()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -118,7 +134,20 @@ class HFTarget(FrozenTarget):
 
     def open(self, batch: int, capacity: int, needs: Needs) -> HFSession:
         """A session for ``batch`` sequences of at most ``capacity`` positions, trees included."""
-        return HFSession(self, batch, capacity, needs)
+        needs = Needs(needs.layers, needs.top, logits=True)
+        if self._record is None:
+            return HFSession(self, needs, _Memory(KVCache(self.spec.layers, batch, capacity, self.device)))
+        room = max(1 << (capacity - 1).bit_length(), BUCKET)  # few sizes, so that graphs are found again
+        free = self._free.setdefault((batch, room, needs), [])
+        if not free:
+            cache = KVCache(self.spec.layers, batch, room, self.device)
+            free.append(_Memory(cache, Captured(self._record)))
+        memory = free.pop()
+        with torch.inference_mode():  # in which it was made
+            memory.slots.cache.reset()
+        session = HFSession(self, needs, memory)
+        weakref.finalize(session, free.append, memory)
+        return session
 
     def _forward(
         self,
@@ -152,11 +181,9 @@ class HFTarget(FrozenTarget):
 class HFSession(Session):
     """A target decoding B sequences: a slot cache, trees scored in one forward, accepted paths kept."""
 
-    def __init__(self, target: HFTarget, batch: int, capacity: int, needs: Needs) -> None:
-        self._target = target
-        self._needs = Needs(needs.layers, needs.top, logits=True)
-        self.cache = KVCache(target.spec.layers, batch, capacity, target.device)
-        self._slots = _SlotCache(self.cache)
+    def __init__(self, target: HFTarget, needs: Needs, memory: _Memory) -> None:
+        self._target, self._needs = target, needs
+        self.cache, self._memory = memory.slots.cache, memory
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -198,12 +225,42 @@ class HFSession(Session):
     ) -> TargetOut:
         """Rows T are the last ones of the M uncommitted tokens; ``position`` is that of all M."""
         count, scratch = ids.shape[1], uncommitted.shape[-1]
-        view = self._slots.view = self.cache.view(scratch)
-        self._slots.slots = self.cache.slots(count, scratch - count)
+        target, view = self._target, self.cache.view(scratch)
+        slots = self.cache.slots(count, scratch - count)
         visible = self.cache.visible(uncommitted, view)
         rows = position[:, scratch - count :]
-        mask = self._target._windows.masks(visible, rows, self.cache.positions(position, view), self._target.dtype)
-        return self._target._forward(ids, rows, mask, self._slots, self._needs, logit_rows)
+        mask = target._windows.masks(visible, rows, self.cache.positions(position, view), target.dtype)
+        run, needs, graphs = self._memory.forward, self._needs, self._memory.graphs
+        if graphs is None or logit_rows is not None:
+            return run(target, needs, view, (slots, ids, rows), mask, logit_rows)
+        names, masks = ((), (mask,)) if isinstance(mask, Tensor) else (tuple(mask), tuple(mask.values()))
+
+        def forward(inputs: tuple[Tensor, ...]) -> TargetOut:  # outlives this session, and must not hold it
+            shown = inputs[3:]
+            return run(target, needs, view, inputs[:3], dict(zip(names, shown, strict=True)) if names else shown[0])
+
+        return graphs.run(view, forward, (slots, ids, rows, *masks))
+
+
+class _Memory:
+    """What a session works in: a cache as transformers sees it, and the graphs that were recorded with it."""
+
+    def __init__(self, cache: KVCache, graphs: Captured | None = None) -> None:
+        self.slots, self.graphs = _SlotCache(cache), graphs
+
+    def forward(
+        self,
+        target: HFTarget,
+        needs: Needs,
+        view: int,
+        rows: tuple[Tensor, ...],
+        mask: Mask,
+        logit_rows: Int[Tensor, "B L"] | None = None,
+    ) -> TargetOut:
+        """The target over ``rows`` (slots, ids and positions, [B, T] each), which see the first ``view`` slots."""
+        slots, ids, position = rows
+        self.slots.view, self.slots.slots = view, slots
+        return target._forward(ids, position, mask, self.slots, needs, logit_rows)
 
 
 class _SlotLayer(CacheLayerMixin):

