@@ -2,7 +2,7 @@
 
 A plain linear layer hands its weight to the BLAS as it lies, or has oneDNN rearrange it at every call. Laid out once,
 it is read in the order in which it is used. The layout is the one oneDNN wants for ``ROWS`` rows; it serves any
-number of them. Gradients take the plain way.
+number of them. Gradients and autocast take the plain way.
 
 The operations are those that torch's own compiler emits for frozen weights on a CPU (torch/_inductor/mkldnn_lowerings).
 """
@@ -29,18 +29,20 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows M"]:
         learns = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if learns or not input.numel():
+        layout = None if learns or torch.is_autocast_enabled("cpu") else self._laid_out()
+        if layout is None or not input.numel() or input.dtype != self.weight.dtype:
             return nn.functional.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self._laid_out(), self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(input, layout, self.bias, "none", [], "")
 
-    def _laid_out(self) -> Tensor:
+    def _laid_out(self) -> Tensor | None:
+        """The layout of the weight as it is now; None where it has gone to a device or dtype that has none."""
         now = (self.weight.data_ptr(), self.weight._version)  # an optimizer's step changes the second
-        layout = self._layout
-        if layout is None or now != self._made_of:
-            with torch.no_grad():
-                layout = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
-            self._layout, self._made_of = layout, now
-        return layout
+        if now != self._made_of:
+            self._layout, self._made_of = None, now
+            if packable(self):
+                with torch.no_grad():
+                    self._layout = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+        return self._layout
 
 
 def packable(linear: nn.Linear) -> bool:

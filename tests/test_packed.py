@@ -57,6 +57,22 @@ def test_gradients_flow_to_the_input_of_a_frozen_layer() -> None:
     torch.testing.assert_close(x.grad, packed.weight.sum(0).expand(3, -1))
 
 
+def test_autocast_decides_the_format_as_it_does_for_a_plain_layer() -> None:
+    plain = linear()
+    packed, x = PackedLinear(plain), torch.randn(3, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert packed(x).dtype == torch.bfloat16
+        assert packed(x.bfloat16()).equal(plain(x.bfloat16()))
+
+
+def test_it_follows_its_weight_to_a_dtype_that_has_no_layout() -> None:
+    packed, x = PackedLinear(linear()), torch.randn(3, 24, dtype=torch.float64)
+    with torch.no_grad():
+        packed(x.float())
+        packed.double()
+        assert packed(x).equal(nn.functional.linear(x, packed.weight, packed.bias))
+
+
 def test_packing_keeps_parameters_names_and_ties() -> None:
     model = random_target(dtype=torch.float32, tie_word_embeddings=True).model
     before = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
