@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
+    "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""
 
@@ -107,6 +108,8 @@ def _run(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return
+    if " ".join(arguments[:2]) in VERBS:  # a verb of two words
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     name = arguments[0]
     if name not in VERBS:
         raise UserError(f"{name}: no such verb{near(name, VERBS)}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
+import eagle3_lab.decode.auto
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
 import eagle3_lab.draft.eagle1
