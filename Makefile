@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check
+.PHONY: help quickstart test test-all check gpu-check
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ check: $(INSTALLED)  ## format, lint, types
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) pyright
+
+gpu-check:  ## everything that needs a GPU, in 8 minutes, as gpu-check.json; installs nothing
+	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m eagle3_lab.commands.gpu_check
 
 $(INSTALLED): requirements/quickstart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=...")'
