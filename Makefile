@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench-rival
+.PHONY: help quickstart test test-all check bench-rival gpu-check
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,9 @@ bench-rival:  ## an environment with speculators, for bench train --rival .venv-
 	$(PYTHON) -m venv .venv-rival
 	.venv-rival/bin/python -m pip install --quiet -r requirements/bench.txt
 	.venv-rival/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+
+gpu-check:  ## everything that needs a GPU, in 8 minutes, as gpu-check.json; installs nothing
+	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m eagle3_lab.commands.gpu_check
 
 $(INSTALLED): requirements/quickstart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=...")'

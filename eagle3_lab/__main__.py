@@ -24,9 +24,14 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
-    "bench": ("eagle3_lab.commands.bench", "bench", "time a training step: tokens/s, share of the machine, memory"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
     "export": ("eagle3_lab.commands.export", "export", "write a trained draft language model as a Hugging Face folder"),
+    "bench train": (
+        "eagle3_lab.commands.bench_train",
+        "bench_train",
+        "time a training step: tokens/s, memory, a rival's",
+    ),
+    "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""
 
@@ -119,6 +124,8 @@ def _run(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return
+    if " ".join(arguments[:2]) in VERBS:  # a verb of two words
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     name = arguments[0]
     if name not in VERBS:
         raise UserError(f"{name}: no such verb{near(name, VERBS)}")

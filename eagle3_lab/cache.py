@@ -85,6 +85,13 @@ class KVCache:
         named = torch.gather(uncommitted, 2, index) & inside[:, None, :]
         return named | (scratch < 0)[:, None, :]
 
+    def positions(self, scratch: Int[Tensor, "B M"], view: int) -> Int[Tensor, "B S"]:
+        """Where the token of each of ``view`` slots stands in the text: committed ones at their slot's number, the M
+        scratch ones where ``scratch`` says, what lies behind them nowhere (some position, seen by nobody)."""
+        slot = torch.arange(view, device=self.lengths.device).expand(self.batch, -1)
+        index = slot - self.lengths[:, None]
+        return torch.where(index < 0, slot, scratch.gather(1, index.clamp(0, scratch.shape[1] - 1)))
+
     def advance(self, count: Int[Tensor, " B"], bound: int | None = None) -> None:
         """Commit the first ``count[b]`` scratch slots of each row; ``bound`` caps ``count``, read from it if absent."""
         self.lengths = self.lengths + count
@@ -119,6 +126,13 @@ class KVCache:
             self._values[layer][row, :, :count] = values[0, :, :count]
         self.lengths[row] = other.lengths[0]
         self.bound = max(self.bound, count)
+
+    def reset(self) -> None:
+        """Forget all tokens; memory stays where it is, zero-filled."""
+        self.lengths, self.bound = torch.zeros_like(self.lengths), 0
+        for memory in (*self._keys, *self._values):
+            if memory is not None:
+                memory.zero_()
 
     def settle(self) -> None:
         """Make the host's bound exact again (one read from the device); between rounds it only ever grows."""

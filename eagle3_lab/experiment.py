@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import eagle3_lab.decode.auto
+
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
 import eagle3_lab.decode.choices
 import eagle3_lab.decode.grow

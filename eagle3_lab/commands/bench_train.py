@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -81,15 +81,32 @@ class Series:
 
 
 def bench_train(
-    experiment: Experiment, *, steps: int, every_row: bool, memory: bool, rival: Path | None, json: Path | None
+    experiment: Experiment,
+    *,
+    steps: int = 5,
+    rows: Literal["all", "data"] = "all",
+    memory: bool = True,
+    rival: Path | None = None,
+    json: Path | None = None,
 ) -> None:
-    """Measure and print. See `bench` for what the options mean.
+    """Measure one training step of an experiment, of any shape that overrides say (``--data.row_length``,
+    ``--model.unroll.depth``, ``--model.draft_vocab``, ``--trainer.products``).
+
+    Args:
+        experiment: whose step is measured; nothing is trained or logged.
+        steps: how many steps are timed, after one that warms up.
+        rows: which rows have a loss: ``all``, as public trainers compute it, or those of the ``data``'s answers.
+        memory: measure peak memory as well, in processes of their own.
+        rival: the Python of an environment with speculators in it (``make bench-rival`` makes one); its step is timed
+            beside ours, one after the other.
+        json: also write the measurements there, for machines.
 
     Raises:
         UserError: fewer than one step, a rival that does not start, or what building the experiment raises.
     """
     if steps < 1:
         raise UserError(f"--steps: must be >= 1, got {steps}")
+    every_row = rows == "all"
     setup = Setup.of(experiment, every_row)
     step = setup.step()
     operations = count(setup.module.source, setup.module.draft, setup.module.unroll.depth, setup.batch, step.taps)

@@ -260,10 +260,8 @@ def closing_table(
         tasks = ", ".join(task.name for task in evaluation.tasks)
         law = "greedy" if evaluation.law is None else str(evaluation.law)
         measured = [law, f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "CPU"
-    threads = f"{device}, {torch.get_num_threads()} threads" if device == "CPU" else device
     return ClosingTable(
-        setting="; ".join([f"{experiment.name}: target {target.spec.name}", threads, *measured]),
+        setting="; ".join([f"{experiment.name}: target {target.spec.name}", machine(target), *measured]),
         methods=tuple(rows),
         one_pass=None if hits is None else one_pass(hits, experiment.seed),
         run_id=run.id,
@@ -271,6 +269,13 @@ def closing_table(
         ui=shlex.join(ui_command(experiment.tracking.folder)),
         page=run.page,
     )
+
+
+def machine(target: HFTarget) -> str:
+    """What the target runs on, in words."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def one_pass(hits: HitReading, seed: int) -> OnePass:

@@ -217,7 +217,7 @@ class _DynamicGrowth(Growth):
         kept = torch.zeros_like(above).scatter_(1, chosen, 1)
         node = torch.nn.functional.pad(kept.cumsum(1), (1, 0))  # candidate number -> node, where kept; the root is 0
         parents = node.gather(1, above.gather(1, chosen))
-        return Grown(tokens.gather(1, chosen), torch.nn.functional.pad(parents, (1, 0)))
+        return Grown(tokens.gather(1, chosen), torch.nn.functional.pad(parents, (1, 0)), scores.gather(1, chosen))
 
     def _see(self, parent: Int[Tensor, "B F"]) -> Bool[Tensor, "B F M"]:
         """What the parent saw, and itself."""

@@ -38,10 +38,12 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Grown:
-    """The chosen nodes: draft ids of nodes 1 .. N-1 (node 0 is the root), and every node's parent."""
+    """The chosen nodes: draft ids of nodes 1 .. N-1 (node 0 is the root), and every node's parent. ``scores`` of nodes
+    1 .. N-1 where they were chosen by score."""
 
     tokens: Int[Tensor, "B drafts"]
     parents: Int[Tensor, "B N"]
+    scores: Float[Tensor, "B drafts"] | None = None
 
     def tree(self, root: Int[Tensor, " B"], vocab: Int[Tensor, " Vd"]) -> Tree:
         """The token tree in target ids: draft id i means ``vocab[i]``."""

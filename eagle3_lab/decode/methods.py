@@ -12,6 +12,7 @@ from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
+from eagle3_lab.packed import pack
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.types import CausalDraft, DraftModel, FeatureSource, LanguageModel, Needs, Proposer, TargetSpec
@@ -72,7 +73,9 @@ class HeadTree(Method):
             raise ValueError(f"{type(self.grow).__name__} is grown by a trained head, and there is none")
         if isinstance(head.draft, CausalDraft):
             raise ValueError(f"HeadTree reads features, and {type(head.draft).__name__} does not; use DraftLM")  # noqa: TRY004
-        return Eagle(head.source, head.draft, self.grow, spec.layers)
+        pack(head.source)
+        pack(head.draft)
+        return Eagle(head.source, head.draft, self.grow, spec.layers, spec.max_positions)
 
 
 class PromptLookup(Method):

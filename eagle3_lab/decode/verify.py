@@ -20,11 +20,11 @@ Source: Leviathan et al. 2023, appendix A.1 (one draft); Miao et al. 2023 (SpecI
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle3_lab.types import PADDING, Tree, Verdict, Verifier
 
@@ -70,17 +70,46 @@ class Uniforms(Chance):
         return taken
 
 
+BLOCK = 128
+"""Tokens whose probabilities are summed as one before any is looked at singly."""
+
+
 def inverse_cdf(probs: Float[Tensor, "*rows V"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulated probability exceeds ``u`` times the whole mass; sums are taken in float64.
 
+    First the block of tokens is found, then the token in it, so that no float64 copy of ``probs`` is made.
     A token of probability 0 is never named: where a parallel sum grows by an ulp over a zero, or u has been rounded
-    up to 1, the likeliest token stands in (weight about 1e-16).
+    up to 1, the likeliest token of the heaviest block stands in (weight about 1e-16).
     """
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    aim = u.double() * cdf[..., -1]
-    index = torch.searchsorted(cdf, aim[..., None].contiguous(), right=True).clamp(max=probs.shape[-1] - 1)
-    lawful = probs.gather(-1, index) > 0
-    return torch.where(lawful, index, probs.argmax(-1, keepdim=True))[..., 0]
+    short = -probs.shape[-1] % BLOCK
+    blocks = (nn.functional.pad(probs, (0, short)) if short else probs).unflatten(-1, (-1, BLOCK))
+    mass = blocks.sum(-1, dtype=torch.float64)
+    cdf = mass.cumsum(-1)
+    aim = u.double()[..., None] * cdf[..., -1:]
+    block = torch.searchsorted(cdf, aim, right=True).clamp(max=cdf.shape[-1] - 1)
+    before = torch.where(block > 0, cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    found, weight = _within(blocks, block, lambda inner: _above(inner, aim - before))
+    heaviest = mass.argmax(-1, keepdim=True)
+    instead, _ = _within(blocks, heaviest, lambda inner: inner.argmax(-1, keepdim=True))
+    return torch.where(weight > 0, found, instead)[..., 0]
+
+
+def _within(
+    blocks: Float[Tensor, "*rows blocks K"],
+    block: Int[Tensor, "*rows one"],
+    choose: Callable[[Tensor], Tensor],
+) -> tuple[Int[Tensor, "*rows one"], Float[Tensor, "*rows one"]]:
+    """The token that ``choose`` names in one block of every row, and its probability."""
+    index = block[..., None].expand(*block.shape, blocks.shape[-1])
+    inner = blocks.gather(-2, index)[..., 0, :]
+    place = choose(inner)
+    return block * blocks.shape[-1] + place, inner.gather(-1, place)
+
+
+def _above(weights: Float[Tensor, "*rows K"], aim: Float[Tensor, "*rows one"]) -> Int[Tensor, "*rows one"]:
+    """The first place at which the cumulated weights exceed ``aim``, the last one if none does."""
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, aim.contiguous(), right=True).clamp(max=weights.shape[-1] - 1)
 
 
 class ExactVerifier(Verifier):

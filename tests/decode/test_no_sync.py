@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from random_targets import random_target
 
 from eagle3_lab.decode.block import block
 from eagle3_lab.decode.grow import DynamicTree, McSim7b63
 from eagle3_lab.decode.growth import Grow
 from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.propose.pld import PromptLookup
+from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.trie import cut, merge, root_only
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.types import Tree
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import Needs, TargetOut, Tree
 
 VOCAB = 50
 CUDA = pytest.param(
@@ -67,3 +71,45 @@ def test_a_round_never_waits_for_the_device(device: str, drawn: bool, generators
             root_only(piece.verdict.bonus, grow.nodes)
         assert piece.tokens.shape == (batch, grow.nodes)
         assert ((piece.emitted >= 1) & (piece.emitted <= 5)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("name", ["lookup", "draft LM, greedy", "draft LM, drawn"])
+def test_proposers_without_a_head_never_wait_for_the_device(device: str, name: str) -> None:
+    """Prompt lookup, and a second language model that drafts: both the second round, when all memory is there."""
+    draft = random_target(dtype=torch.float32)
+    draft.model.to(device)
+    proposer = {
+        "lookup": PromptLookup(3, 4),
+        "draft LM, greedy": drafting(draft, SamplingLaw()),
+        "draft LM, drawn": drafting(draft, SamplingLaw(0.8, top_k=20)),
+    }[name]
+    vocab = draft.spec.vocab
+    prompt = torch.randint(vocab, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    lengths = torch.tensor([9, 6], device=device)
+    generators = [torch.Generator().manual_seed(b) for b in range(2)]
+    logits = torch.randn(2, proposer.nodes, vocab, device=device)
+    ends, remaining = torch.arange(3, device=device), torch.full((2,), 50, device=device)
+    ids, root = torch.full((2, 9), -1, device=device), prompt[:, 0].clone()
+    proposer.start(prompt, lengths, TargetOut(), 100, generators)
+    for warm in (False, True):
+        with no_waiting(device) if warm else nullcontext():
+            tree = proposer.propose(root)
+            verdict = ExactVerifier()(SamplingLaw().probs(logits, ids, tree), tree, generators)
+            piece = block(tree, verdict, ends, remaining)
+            proposer.observe(tree, piece.verdict, TargetOut(logits=logits))
+            root = piece.verdict.bonus
+        assert tree.tokens.shape == (2, proposer.nodes)
+        assert (piece.emitted >= 1).all()
+
+
+def drafting(draft: HFTarget, law: SamplingLaw) -> SpeculativeSampling:
+    vocab = draft.spec.vocab
+    return SpeculativeSampling(
+        lambda rows, capacity: draft.open(rows, capacity, Needs(logits=True)),
+        vocab=vocab,
+        target_vocab=vocab,
+        max_positions=draft.spec.max_positions,
+        lengths=Lengths(3, adaptive=True, longest=4),
+        law=law,
+    )

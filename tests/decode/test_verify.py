@@ -339,6 +339,18 @@ def test_a_token_of_probability_zero_is_never_drawn(dtype: torch.dtype) -> None:
         assert (probs.gather(1, index[:, None]) > 0).all()
 
 
+@pytest.mark.parametrize("vocab", [127, 128, 129, 1000])
+def test_draws_by_blocks_are_those_of_one_long_sum(vocab: int) -> None:
+    """Blocks are a way of summing: 5,000 draws, each of which a sum over the whole vocabulary gives too."""
+    probs = (4 * torch.randn(20, vocab, generator=seeded(1))).softmax(-1)
+    u = torch.rand(20, 250, dtype=torch.float64, generator=seeded(2))
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    whole = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    drawn = torch.stack([inverse_cdf(probs, u[:, i]) for i in range(250)], dim=1)
+    assert drawn.equal(whole)
+    assert len(drawn.unique()) > 60
+
+
 def test_a_one_hot_law_is_drawn_whatever_the_uniform() -> None:
     probs = torch.eye(6)
     for u in (0.0, 0.5, 1 - 2**-53, 1.0):

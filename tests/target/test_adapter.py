@@ -118,8 +118,8 @@ def _scaled(out: object) -> object:
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="rope type 'dynamic'"):
         tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(UserError, match="DynamicSlidingWindowLayer"):
-        tiny("mistral", sliding_window=8)
+    with pytest.raises(UserError, match="cache layers .*LinearAttention"):
+        tiny("qwen3_next")
 
 
 def test_rotary_at_another_head_width_follows_the_same_rule() -> None:

@@ -66,11 +66,6 @@ def test_soft_capped_attention_is_refused_where_sdpa_would_drop_the_cap() -> Non
         HFTarget(target.model, None, target.spec)
 
 
-def test_sliding_windows_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match="target gemma2: cache layers .*DynamicSlidingWindowLayer"):
-        random_target("gemma2", attention="eager", **GEMMA2)
-
-
 # --------------------------------------------------------------------------------------------------------- attention
 
 

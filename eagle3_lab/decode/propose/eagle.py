@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle3_lab.cache import KVCache
 from eagle3_lab.decode.grow import Grow
+from eagle3_lab.decode.growth import Grown, top
 from eagle3_lab.draft.cached import Cached
 from eagle3_lab.rows import shift
 from eagle3_lab.types import (
@@ -39,9 +40,11 @@ class Eagle(Proposer):
         draft: the head, built for this target; both in eval mode, on the target's device.
         grow: the tree's shape.
         num_layers: decoder blocks of the target (the source's layer rule needs it).
+        max_positions: the context up to which the draft's angles are sound; None: no limit.
 
     Raises:
-        ValueError: the tree is wider than the draft vocabulary, or has more levels than the draft has steps.
+        ValueError: the tree is wider than the draft vocabulary, has more levels than the draft has steps, or is deeper
+            than the draft's context is long.
     """
 
     # Set by `start`: the draft's cache, and the rows held back: features, the tokens after them, how many are real.
@@ -50,13 +53,26 @@ class Eagle(Proposer):
     _next: Int[Tensor, "B T"]
     _count: Int[Tensor, " B"]
 
-    def __init__(self, source: FeatureSource, draft: DraftModel, grow: Grow, num_layers: int) -> None:
+    def __init__(
+        self,
+        source: FeatureSource,
+        draft: DraftModel,
+        grow: Grow,
+        num_layers: int,
+        max_positions: int | None = None,
+    ) -> None:
         grow.check(len(draft.vocab))
         if draft.steps is not None and grow.levels > draft.steps:
             raise ValueError(f"a tree of {grow.levels} levels needs as many heads, the draft has {draft.steps}")
         self._source, self._draft, self._grow = source, draft, grow
         self.needs = Needs(layers=source.layers(num_layers))
         self.nodes = grow.nodes
+        self.grown: Grown | None = None  # the last tree proposed
+        if max_positions is not None:
+            if grow.levels > max_positions:
+                raise ValueError(f"a tree of {grow.levels} levels does not fit the draft's context of {max_positions}")
+            # With the root at r the anchor is at r - 1, and the last rows run, of level levels - 1, at r + levels - 2.
+            self.positions = max_positions - grow.levels + 2
 
     def start(
         self,
@@ -86,7 +102,8 @@ class Eagle(Proposer):
             carry = out.carry
             written += width
             frontier = growth.expand(self._log_q(out, level))
-        return growth.finish().tree(root, self._draft.vocab)
+        self.grown = growth.finish()
+        return self.grown.tree(root, self._draft.vocab)
 
     def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
         path = verdict.path.clamp(min=0)
@@ -94,6 +111,15 @@ class Eagle(Proposer):
         following = shift(tree.tokens.gather(1, path), 1)
         finished = verdict.path[:, 0] < 0
         self._await(self._source(taps), following, torch.where(finished, 0, verdict.length + 1))
+
+    def draft_once(self, width: int) -> None:
+        """The work of one level of ``width`` rows below the root, thrown away: what a level costs, after `start`."""
+        cache, vocab = self._cache, self._draft.vocab
+        ids = vocab[torch.arange(width, device=vocab.device)].expand(len(self._next), -1)
+        itself = torch.eye(width, dtype=torch.bool, device=vocab.device).expand(len(ids), -1, -1)
+        rows = Rows(position=cache.lengths[:, None].expand(-1, width), visible=itself)
+        carry = _pick(self._draft.start(self._features), torch.zeros_like(ids))
+        top(self._log_q(self._draft.step(carry, ids, rows, 1, Cached(cache)), 1), width)
 
     # ---- reading what the target confirmed
 

@@ -1,0 +1,316 @@
+"""`bench decode`: what decoding costs on this machine, what that predicts, and what is measured, transformers beside.
+
+The curves are measured behind one prompt, the cost of drafting on calibration prompts, the speed on other prompts: a
+prediction never sees what it predicts, but for tau, which is the method's own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3_lab import checkpoint
+from eagle3_lab.commands import stages
+from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.work import Work
+from eagle3_lab.costs import Curves, Cycle, Laps, answer, answer_seconds, between, curves, timed
+from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.decode.auto import Choice, Watching, choose_tree
+from eagle3_lab.decode.grow import DynamicTree
+from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.methods import DraftLM, Head, HeadTree, Method, PromptLookup, Vanilla
+from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.errors import UserError
+from eagle3_lab.evaluation import VANILLA, Evaluation
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.progress import stage
+from eagle3_lab.report.bench import BenchTable, MethodSpeed, RivalSpeed, as_json, as_text
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.rivals import Rival, assisted, lookups, plain
+from eagle3_lab.types import Decoded, Law, Proposer
+
+NODES = (1, 2, 4, 8, 16, 32, 60)
+WARM_UP = 8  # tokens
+WIDE = DynamicTree(levels=7, width=6, budget=48)  # the tree whose rounds tell what narrower ones would accept
+KEPT = 20  # of the most promising trees
+
+_Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    name: str
+    proposer: Proposer
+
+
+def bench_decode(
+    experiment: Experiment,
+    *,
+    checkpoint_path: Path | None = None,
+    json: Path | None = None,
+    prompts: int = 4,
+    rounds: int = 6,
+    repeats: int = 3,
+) -> None:
+    """Measure cost curves and speeds of the experiment's methods, vanilla and transformers' own generation beside them.
+
+    Args:
+        experiment: its ``evaluate`` section names methods, prompts, law and length; first turns are asked.
+        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and without one
+            a head as it is before training: its costs are true, its tau is not.
+        json: also write everything there, for machines.
+        prompts: how many are measured; half as many more, one at least, calibrate the cost of drafting.
+        rounds: of every size, at each repeat of a curve.
+        repeats: of every curve, the first of which warms up.
+
+    Raises:
+        UserError: no ``evaluate`` section, too few prompts, a head of another target, or a method that does not fit.
+    """
+    evaluation = experiment.evaluate
+    if evaluation is None:
+        raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
+    for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
+        if value < 1:
+            raise UserError(f"--{name}: must be >= 1, got {value}")
+    target = stages.load_target(experiment)
+    data = stages.build_data(experiment, target, answer=False)
+    head, trained = _head(experiment, target, data, checkpoint_path)
+    law = evaluation.law or SamplingLaw()
+    asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
+    measured, calibration = asked[:prompts], asked[prompts:]
+    contestants = _contestants(evaluation, target, head)
+    made = _curves(target, contestants, evaluation, law, calibration[0], rounds, repeats)
+    speeds = _speeds(target, contestants, law, evaluation, measured, calibration, made)
+    table = BenchTable(
+        setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
+        head=trained,
+        context=made.context,
+        curves=made,
+        methods=speeds[0],
+        rivals=speeds[1],
+        trees=_trees(target, head, law, calibration, evaluation, made),
+    )
+    print(as_text(table), end="")
+    if json is not None:
+        write_text(json, as_json(table))
+
+
+def _head(experiment: Experiment, target: HFTarget, data: ConversationData, path: Path | None) -> tuple[Head, str]:
+    """The head and what to say of it."""
+    own = Work.of(experiment, target, data).draft
+    module = stages.build_module(experiment, target, data)
+    found = own if path is None else path
+    if path is None and not own.is_file():
+        said = "untrained (no checkpoint): costs are true, tau is not"
+    else:
+        checkpoint.restore(found, target, module.source, module.draft)
+        said = str(found)
+    module = module.to(target.device).eval()
+    return Head(module.source, module.draft), said
+
+
+def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData, count: int) -> list[list[int]]:
+    """First turns, task by task. Raises UserError where there are too few."""
+    chat = Chat(target.tokenizer)
+    ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(data.prompts())]
+    if len(ids) < count:
+        raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or --prompts 1")
+    return ids[:count]
+
+
+def _contestants(evaluation: Evaluation, target: HFTarget, head: Head) -> list[_Contestant]:
+    made = []
+    methods: dict[str, Method] = {VANILLA: Vanilla(), **evaluation.methods}
+    for name, method in methods.items():
+        try:
+            made.append(_Contestant(name, method.proposer(target.spec, head)))
+        except ValueError as error:
+            raise UserError(f"evaluate.methods.{name}: {error}") from None
+    return made
+
+
+def _curves(
+    target: HFTarget,
+    contestants: Sequence[_Contestant],
+    evaluation: Evaluation,
+    law: Law,
+    ids: Sequence[int],
+    rounds: int,
+    repeats: int,
+) -> Curves:
+    own = [c.proposer.nodes for c in contestants]
+    nodes = sorted({n for n in NODES if n <= max(*own, 16)} | set(own))
+    eagle = next((c.proposer for c in contestants if isinstance(c.proposer, Eagle)), None)
+    grown = [m.grow for m in evaluation.methods.values() if isinstance(m, HeadTree)]
+    widths = sorted({1, 2, 4, 8, *(w for grow in grown for w in grow.widths)}) if eagle is not None else []
+    with stage("curves", "sizes", (len(nodes) + len(widths)) * (repeats + 1)) as s:
+        return curves(
+            target,
+            eagle,
+            law,
+            ids,
+            nodes=nodes,
+            widths=widths,
+            rounds=rounds,
+            repeats=repeats,
+            on_step=s.advance,
+        )
+
+
+def _speeds(
+    target: HFTarget,
+    contestants: Sequence[_Contestant],
+    law: Law,
+    evaluation: Evaluation,
+    measured: Sequence[Sequence[int]],
+    calibration: Sequence[Sequence[int]],
+    made: Curves,
+) -> tuple[list[MethodSpeed], list[RivalSpeed]]:
+    """Calibrate, then let everyone answer every measured prompt, in an order that rotates."""
+    limit = evaluation.max_new_tokens
+    ends = target.spec.end_tokens
+    greedy = isinstance(law, SamplingLaw) and law.temperature == 0 and law.repetition_penalty == 1
+    offered = _rivals(evaluation) if greedy else []
+    total = len(calibration) * (len(contestants) + len(offered))
+    with stage("calibration", "answers", total) as s:
+        drafting = {c.name: _drafting(target, c, law, calibration, limit, ends, s.advance) for c in contestants}
+        rivals = _best(target, offered, calibration, limit, s.advance)
+    answers: dict[str, list[tuple[Decoded, float]]] = {c.name: [] for c in contestants}
+    theirs: dict[str, list[tuple[int, float]]] = {r.name: [] for r in rivals}
+    everyone = [*contestants, *rivals]
+    with stage("decoding", "answers", len(measured) * len(everyone)) as s:
+        for i, ids in enumerate(measured):
+            for one in everyone[i % len(everyone) :] + everyone[: i % len(everyone)]:
+                if isinstance(one, Rival):
+                    theirs[one.name].append(_rival_answer(target, one, ids, limit))
+                else:
+                    answers[one.name].append(_answer(target, one, law, ids, limit, evaluation.seed + i))
+                s.advance()
+    base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
+    return (
+        [_speed(c, answers[c.name], drafting[c.name], made, base) for c in contestants],
+        [RivalSpeed.of(r.name, r.setting, theirs[r.name], base) for r in rivals],
+    )
+
+
+def _answer(
+    target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int, seed: int
+) -> tuple[Decoded, float]:
+    clock = Laps(target.device)
+    ends = target.spec.end_tokens
+    return timed(lambda: answer(target, one.proposer, law, ids, limit, clock, seed, ends), target.device)
+
+
+def _trees(
+    target: HFTarget,
+    head: Head,
+    law: Law,
+    calibration: Sequence[Sequence[int]],
+    evaluation: Evaluation,
+    made: Curves,
+) -> list[Choice]:
+    """The most promising dynamic trees, by a wide tree's rounds on the calibration prompts; none without a head."""
+    if not made.draft:
+        return []
+    width = min(WIDE.width, len(head.draft.vocab))
+    grow = DynamicTree(WIDE.levels, width, min(WIDE.budget, 1 + width + (WIDE.levels - 1) * width**2))
+    with stage("trees", "answers", len(calibration)) as s:
+        watching = Watching(Eagle(head.source, head.draft, grow, target.spec.layers, target.spec.max_positions))
+        for ids in calibration:
+            ends = target.spec.end_tokens
+            answer(target, watching, law, ids, evaluation.max_new_tokens, Laps(target.device), end_tokens=ends)
+            s.advance()
+    cycle = {n: c.verify + c.host for n, c in made.verify.items()}
+    found = choose_tree(
+        watching.rounds,
+        lambda n: between(cycle, n),
+        lambda w: between(made.draft, w),
+        levels=grow.levels,
+        width=width,
+        budgets=range(2, grow.budget + 1),
+    )
+    return found[:KEPT]
+
+
+def _rivals(evaluation: Evaluation) -> list[Rival]:
+    """transformers' counterparts of the methods at hand."""
+    offered = [plain()]
+    for method in evaluation.methods.values():
+        if isinstance(method, PromptLookup):
+            offered += lookups()
+        if isinstance(method, DraftLM):
+            offered += assisted(method.target.load())
+    return offered
+
+
+def _best(
+    target: HFTarget, offered: Sequence[Rival], calibration: Sequence[Sequence[int]], limit: int, on_step: _Step
+) -> list[Rival]:
+    """Of every rival the setting that was fastest on the calibration prompts, each warmed up first."""
+    rates: dict[str, tuple[float, Rival]] = {}
+    for rival in offered:
+        rival.answer(target, calibration[0], WARM_UP)
+        made = []
+        for ids in calibration:
+            made.append(_rival_answer(target, rival, ids, limit))
+            on_step()
+        rate = sum(tokens for tokens, _ in made) / sum(seconds for _, seconds in made)
+        if rival.name not in rates or rate > rates[rival.name][0]:
+            rates[rival.name] = rate, rival
+    return [rival for _, rival in rates.values()]
+
+
+def _rival_answer(target: HFTarget, rival: Rival, ids: Sequence[int], limit: int) -> tuple[int, float]:
+    made, seconds = timed(lambda: rival.answer(target, ids, limit), target.device)
+    return len(made), seconds
+
+
+def _drafting(
+    target: HFTarget,
+    contestant: _Contestant,
+    law: Law,
+    calibration: Sequence[Sequence[int]],
+    limit: int,
+    ends: Sequence[int],
+    on_step: _Step,
+) -> Cycle:
+    """A method's own cycle on the calibration prompts; of it only the draft's part goes into a prediction."""
+    answer(target, contestant.proposer, law, calibration[0], WARM_UP, Laps(target.device))
+    rounds = []
+    for ids in calibration:
+        clock = Laps(target.device)
+        answer(target, contestant.proposer, law, ids, limit, clock, end_tokens=ends)
+        rounds += clock.rounds[1:]
+        on_step()
+    return Cycle.of(rounds)
+
+
+def _speed(
+    contestant: _Contestant,
+    answers: Sequence[tuple[Decoded, float]],
+    calibrated: Cycle,
+    made: Curves,
+    base: float,
+) -> MethodSpeed:
+    nodes = contestant.proposer.nodes
+    verify, forward = made.verify[nodes], made.forward[nodes]
+    cycle = Cycle(calibrated.draft, verify.verify, verify.host)
+    tokens = [len(d.tokens) for d, _ in answers]
+    rounds = sum(len(d.rounds) for d, _ in answers)
+    tau = sum(r.emitted for d, _ in answers for r in d.rounds) / max(rounds, 1)
+    predicted = [answer_seconds(len(d.tokens), tau, cycle.seconds, d.seconds["prefill"]) for d, _ in answers]
+    rate = sum(tokens) / sum(s for _, s in answers)
+    return MethodSpeed(
+        name=contestant.name,
+        nodes=nodes,
+        tau=tau,
+        cycle=cycle,
+        host_share=(cycle.host + max(cycle.verify - forward, 0.0)) / cycle.seconds,
+        tokens_per_s=rate,
+        predicted=sum(tokens) / sum(predicted),
+        speedup=rate / base,
+        seconds=statistics.median(s for _, s in answers),
+    )

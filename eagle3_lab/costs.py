@@ -1,0 +1,235 @@
+"""What decoding costs on a machine: curves that predict tokens per second, each measured apart from what they predict.
+
+    cycle(method)   = c_verify(N) + c_draft + c_host          seconds a round, medians
+    tokens/s        = tokens / (prefill + rounds * cycle),     rounds = (tokens - 1) / tau
+
+c_verify(n) is scoring n nodes, law, verdict, commit and the one read; c_forward(n) the target's forward of it alone.
+c_host is what the loop does besides. The loop itself measures them, with a proposer that proposes n nodes for nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle3_lab.decode.clock import Stopwatch
+from eagle3_lab.decode.loop import decode
+from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.verify import ExactVerifier
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import Decoded, Law, Needs, Proposer, TargetOut, Tree, Verdict
+
+T = TypeVar("T")
+
+
+class Laps(Stopwatch):
+    """A stopwatch that keeps every round apart. A round's draft time is what observing the last one took, and its own
+    proposal."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
+        self.rounds: list[dict[str, float]] = []
+
+    def start(self) -> None:
+        super().start()
+        self.rounds, self._open = [], {}
+
+    def lap(self, stage: str) -> None:
+        before = self.seconds().get(stage, 0.0)
+        super().lap(stage)
+        if stage == "prefill":
+            return
+        self._open[stage] = self._open.get(stage, 0.0) + self.seconds()[stage] - before
+        if stage == "host":
+            self.rounds.append(self._open)
+            self._open = {}
+
+
+class Idle(Proposer):
+    """Proposes ``nodes - 1`` children of the root, whatever they are: the price of a tree without a drafter's."""
+
+    def __init__(self, nodes: int, vocab: int) -> None:
+        self.nodes, self._vocab = nodes, vocab
+
+    def start(
+        self,
+        prompt: Int[Tensor, "B L"],
+        lengths: Int[Tensor, " B"],
+        out: TargetOut,
+        capacity: int,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        """Nothing to learn from a prompt."""
+
+    def propose(self, root: Int[Tensor, " B"]) -> Tree:
+        tokens = (root[:, None] + torch.arange(self.nodes, device=root.device)) % self._vocab
+        return Tree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+
+    def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
+        """Nothing to learn from a verdict."""
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Median seconds of one round, by stage."""
+
+    draft: float
+    verify: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.verify + self.host
+
+    @staticmethod
+    def of(rounds: Sequence[Mapping[str, float]]) -> Cycle:
+        """Raises ValueError where no round was measured."""
+        if not rounds:
+            raise ValueError("no round was measured: answers of two tokens at least are needed")
+        return Cycle(*(statistics.median(r.get(stage, 0.0) for r in rounds) for stage in ("draft", "verify", "host")))
+
+
+@dataclass
+class Curves:
+    """``verify[n]`` the cycle of n nodes drafted for nothing, ``forward[n]`` the target's forward alone, ``draft[w]`` a
+    level of w draft rows; all in seconds, behind ``context`` tokens."""
+
+    context: int
+    verify: dict[int, Cycle] = field(default_factory=dict)
+    forward: dict[int, float] = field(default_factory=dict)
+    draft: dict[int, float] = field(default_factory=dict)
+
+
+def answer(
+    target: HFTarget,
+    proposer: Proposer,
+    law: Law,
+    ids: Sequence[int],
+    tokens: int,
+    clock: Stopwatch,
+    seed: int = 0,
+    end_tokens: Sequence[int] = (),
+) -> Decoded:
+    """Decode one prompt by the real loop: ``tokens`` at most, all of them where no token ends the answer."""
+    session = target.open(1, len(ids) + tokens + proposer.nodes + 1, proposer.needs | Needs(logits=True))
+    (made,) = decode(
+        session,
+        proposer,
+        law,
+        ExactVerifier(),
+        torch.tensor([list(ids)], device=target.device),
+        torch.tensor([len(ids)], device=target.device),
+        max_new_tokens=tokens,
+        end_tokens=end_tokens,
+        context_limit=target.spec.max_positions,
+        generators=[torch.Generator().manual_seed(seed)],
+        clock=clock,
+    )
+    return made
+
+
+def curves(
+    target: HFTarget,
+    eagle: Eagle | None,
+    law: Law,
+    ids: Sequence[int],
+    *,
+    nodes: Sequence[int],
+    widths: Sequence[int] = (),
+    rounds: int = 6,
+    repeats: int = 3,
+    on_step: Callable[[], None] = lambda: None,
+) -> Curves:
+    """Measure the curves behind the prompt ``ids``: every size once, then all again, ``repeats`` times, so that a
+    machine that slows down slows all of them alike; the first repeat warms up and is not counted.
+
+    ``eagle`` and ``widths``: the head's levels to time; none without a head. Every median is over rounds * repeats.
+    """
+    made = Curves(len(ids))
+    laps: dict[int, list[dict[str, float]]] = {n: [] for n in nodes}
+    forwards: dict[int, list[float]] = {n: [] for n in nodes}
+    levels: dict[int, list[float]] = {w: [] for w in widths}
+    step = level_step(target, eagle, ids) if eagle is not None else None
+    for repeat in range(repeats + 1):
+        for n in nodes:
+            clock = Laps(target.device)
+            answer(target, Idle(n, target.spec.vocab), law, ids, 2 * rounds + 2, clock)
+            score = forward_step(target, ids, n)
+            times = [timed(score, target.device)[1] for _ in range(rounds)]
+            if repeat:
+                laps[n] += clock.rounds[1 : rounds + 1]
+                forwards[n] += times[1:]
+            on_step()
+        for w in widths if step is not None else ():
+            assert step is not None
+            times = [timed(lambda w=w: step(w), target.device)[1] for _ in range(rounds)]
+            if repeat:
+                levels[w] += times[1:]
+            on_step()
+    made.verify = {n: Cycle.of(each) for n, each in laps.items()}
+    made.forward = {n: statistics.median(each) for n, each in forwards.items()}
+    made.draft = {w: statistics.median(each) for w, each in levels.items() if each}
+    return made
+
+
+def forward_step(target: HFTarget, ids: Sequence[int], nodes: int) -> Callable[[], object]:
+    """The target's forward over one tree of ``nodes`` nodes behind ``ids``, to be called again and again."""
+    session = target.open(1, len(ids) + nodes + 1, Needs(logits=True))
+    session.prefill(*_row(target, ids))
+    root = torch.tensor([ids[-1]], device=target.device)
+    tree = Idle(nodes, target.spec.vocab).propose(root)
+    return lambda: session.score(tree)
+
+
+def level_step(target: HFTarget, eagle: Eagle, ids: Sequence[int]) -> Callable[[int], None]:
+    """One level of a head's tree behind ``ids``, by its width, to be called again and again."""
+    prompt, lengths = _row(target, ids)
+    out = target.open(1, len(ids) + 1, eagle.needs | Needs(logits=True)).prefill(prompt, lengths)
+    with torch.inference_mode():
+        eagle.start(prompt, lengths, out, len(ids) + 64, [])
+        eagle.propose(prompt[:, -1])  # reads the prompt
+
+    def step(width: int) -> None:
+        with torch.inference_mode():
+            eagle.draft_once(width)
+
+    return step
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What ``work`` returns, and its seconds of wall time, the device awaited before and after."""
+    watch = Stopwatch(device)
+    watch.start()
+    made = work()
+    watch.lap("work")
+    return made, watch.seconds()["work"]
+
+
+def between(curve: Mapping[int, float], at: int | float) -> float:
+    """The curve at any size: straight lines between measured points, the last line's slope beyond, flat below.
+
+    Raises ValueError for an empty curve.
+    """
+    points = sorted(curve.items())
+    if not points:
+        raise ValueError("nothing was measured")
+    if at <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    i = next((i for i, (x, _) in enumerate(points) if x >= at), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def answer_seconds(tokens: int, tau: float, cycle: float, prefill: float) -> float:
+    """What the curves predict for one answer of ``tokens`` tokens, the prefill's own included."""
+    return prefill + (tokens - 1) / tau * cycle
+
+
+def _row(target: HFTarget, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([list(ids)], device=target.device), torch.tensor([len(ids)], device=target.device)

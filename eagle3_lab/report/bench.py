@@ -1,0 +1,134 @@
+"""What `bench decode` found: curves, methods, rivals, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from eagle3_lab.costs import Curves, Cycle
+from eagle3_lab.decode.auto import Choice
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class MethodSpeed:
+    """One method: its ``cycle`` by the curves (draft by calibration), the tokens/s that this and tau predict, and those
+    measured. ``host_share`` of the cycle is neither the target's forward nor drafting; ``speedup`` over vanilla;
+    ``seconds`` a median answer took."""
+
+    name: str
+    nodes: int
+    tau: float
+    cycle: Cycle
+    host_share: float
+    tokens_per_s: float
+    predicted: float
+    speedup: float
+    seconds: float
+
+    @property
+    def off(self) -> float:
+        """The prediction's error, as a share of what was measured."""
+        return self.predicted / self.tokens_per_s - 1
+
+
+@dataclass(frozen=True)
+class RivalSpeed:
+    """One way of transformers' generate, at the fastest ``setting`` of those tried."""
+
+    name: str
+    setting: str
+    tokens: int
+    tokens_per_s: float
+    speedup: float
+
+    @staticmethod
+    def of(name: str, setting: str, answers: Sequence[tuple[int, float]], base: float) -> RivalSpeed:
+        tokens = sum(n for n, _ in answers)
+        rate = tokens / sum(s for _, s in answers)
+        return RivalSpeed(name, setting, tokens, rate, rate / base)
+
+
+@dataclass(frozen=True)
+class BenchTable:
+    """Everything; ``head`` says where the head is from, ``context`` how many tokens the curves stand behind."""
+
+    setting: str
+    head: str
+    context: int
+    curves: Curves
+    methods: Sequence[MethodSpeed]
+    rivals: Sequence[RivalSpeed]
+    trees: Sequence[Choice] = ()  # dynamic trees of the head, the most promising first
+
+
+def as_json(table: BenchTable) -> str:
+    """All of it; seconds."""
+    said = asdict(table)
+    for row, method in zip(said["methods"], table.methods, strict=True):
+        row["off"] = method.off
+    return json.dumps(said, indent=1) + "\n"
+
+
+def as_text(table: BenchTable) -> str:
+    """Three small tables; milliseconds."""
+    lines = [table.setting, f"head: {table.head}", "", f"cost of n nodes behind {table.context} tokens, ms (medians)"]
+    lines += _rows(
+        ["n", "forward", "verify", "host"],
+        [[str(n), _ms(table.curves.forward[n]), _ms(c.verify), _ms(c.host)] for n, c in table.curves.verify.items()],
+    )
+    if table.curves.draft:
+        lines += ["", "cost of a draft level of w rows, ms"]
+        lines += _rows(["w", "draft"], [[str(w), _ms(s)] for w, s in table.curves.draft.items()])
+    lines += ["", "one cycle, ms; tokens per second as the cycle and tau predict, and measured"]
+    lines += _rows(
+        ["method", "nodes", "tau", "draft", "verify", "host", "host %", "predicted", "measured", "off %", "x vanilla"],
+        [
+            [
+                m.name,
+                str(m.nodes),
+                f"{m.tau:.2f}",
+                *(_ms(s) for s in (m.cycle.draft, m.cycle.verify, m.cycle.host)),
+                f"{100 * m.host_share:.1f}",
+                f"{m.predicted:.2f}",
+                f"{m.tokens_per_s:.2f}",
+                f"{100 * m.off:+.1f}",
+                f"{m.speedup:.2f}",
+            ]
+            for m in table.methods
+        ],
+    )
+    if table.rivals:
+        lines += ["", "transformers' own generation, same model, prompts and lengths"]
+        lines += _rows(
+            ["method", "setting", "tokens", "tokens/s", "x vanilla"],
+            [[r.name, r.setting, str(r.tokens), f"{r.tokens_per_s:.2f}", f"{r.speedup:.2f}"] for r in table.rivals],
+        )
+    if table.trees:
+        lines += ["", "dynamic trees that promise most here, by the curves and what a wide tree's rounds accepted"]
+        lines += _rows(
+            ["levels", "width", "budget", "tau", "tokens/s"],
+            [
+                [str(t.levels), str(t.width), str(t.budget), f"{t.tau:.2f}", f"{t.tokens_per_s:.2f}"]
+                for t in table.trees[:SHOWN]
+            ],
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as needed; the first to the left, the others to the right."""
+    table = [head, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]

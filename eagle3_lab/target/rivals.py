@@ -1,0 +1,79 @@
+"""transformers' own fast generation, to be measured beside ours: assisted decoding and prompt lookup.
+
+Greedy, one prompt at a time, on the very model object that our decoder uses. Which settings are theirs at their best
+differs from machine to machine, so several are offered, and the fastest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from eagle3_lab.target.adapter import HFTarget
+
+PLAIN, LOOKUP, ASSISTED = "transformers", "transformers prompt lookup", "transformers assisted"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One way of transformers' `generate`. ``options`` go to it as they are; ``assistant`` is the draft model, whose
+    own generation settings are ``drafting``."""
+
+    name: str
+    setting: str
+    options: dict[str, int] = field(default_factory=dict)
+    assistant: HFTarget | None = None
+    drafting: dict[str, int | float | str] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def answer(self, target: HFTarget, ids: Sequence[int], tokens: int) -> list[int]:
+        """At most ``tokens`` tokens, the end token included."""
+        prompt = torch.tensor([list(ids)], device=target.device)
+        more: dict[str, object] = dict(self.options)
+        if self.assistant is not None:
+            self.assistant.model.generation_config.update(**self.drafting)  # pyright: ignore[reportArgumentType]
+            more["assistant_model"] = self.assistant.model
+        ends = list(target.spec.end_tokens)
+        made = target.model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **more,
+        )
+        return made[0, len(ids) :].tolist()
+
+
+def plain() -> Rival:
+    """No drafts: what the others are faster than, if they are."""
+    return Rival(PLAIN, "greedy")
+
+
+def lookups() -> list[Rival]:
+    """Prompt lookup by draft length and longest n-gram; 10 and 2 are transformers' examples and default."""
+    return [
+        Rival(LOOKUP, f"{n} tokens, n-gram {g}", {"prompt_lookup_num_tokens": n, "max_matching_ngram_size": g})
+        for n, g in ((10, 2), (10, 3), (5, 3), (3, 2))
+    ]
+
+
+def assisted(draft: HFTarget) -> list[Rival]:
+    """A draft model: transformers' defaults, and fixed and adaptive lengths without its confidence threshold."""
+    settings: list[dict[str, int | float | str]] = [
+        {
+            "num_assistant_tokens": 20,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.4,
+        },
+        {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0},
+        {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0},
+        {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0},
+    ]
+    return [
+        Rival(ASSISTED, ", ".join(str(value) for value in setting.values()), assistant=draft, drafting=setting)
+        for setting in settings
+    ]

@@ -1,0 +1,53 @@
+"""`bench decode` on the tiny lab: curves, predictions, rivals, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench import Bench, make_bench
+from tiny import TinyLab
+
+LOOKUP = "lookup: {class_path: PromptLookup, init_args: {max_ngram: 2, length: 3}}"
+
+
+@pytest.fixture(scope="module")
+def bench(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = make_bench(tiny, tmp_path_factory.mktemp("bench"))
+    text = made.yaml.read_text()
+    draft = f"lm: {{class_path: DraftLM, init_args: {{target: {{model: {tiny.target}}}, length: 2, adaptive: false}}}}"
+    first = text.index("    chain:")
+    made.yaml.write_text(text[:first] + f"    {LOOKUP}\n    {draft}\n    chain:" + text[first + len("    chain:") :])
+    return made
+
+
+@pytest.mark.slow
+def test_curves_predictions_and_rivals_of_every_method(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    ran = bench.run("bench decode", "--prompts", "1", "--rounds", "2", "--repeats", "1", "--json", str(file))
+    assert ran.code == 0, ran.err
+    assert "head: untrained (no checkpoint): costs are true, tau is not" in ran.out
+    said = json.loads(file.read_text())
+    methods = {row["name"]: row for row in said["methods"]}
+    assert list(methods) == ["vanilla", "lookup", "lm", "chain", "static", "dynamic"]
+    for row in methods.values():
+        assert str(row["nodes"]) in said["curves"]["verify"]
+        assert row["off"] == pytest.approx(row["predicted"] / row["tokens_per_s"] - 1)
+        assert row["name"] in ran.out
+    assert methods["vanilla"]["speedup"] == 1.0
+    assert methods["vanilla"]["tau"] == 1.0
+    assert methods["lm"]["tau"] > 2.5  # the target drafts for itself
+    rivals = {row["name"] for row in said["rivals"]}
+    assert rivals == {"transformers", "transformers prompt lookup", "transformers assisted"}
+    assert len({row["tokens"] for row in said["rivals"]}) == 1
+
+
+def test_what_cannot_be_measured_is_told_in_one_line(bench: Bench) -> None:
+    ran = bench.run("bench decode", "--prompts", "9")
+    assert (ran.code, ran.complaints) == (
+        2,
+        ["evaluate.tasks: 2 prompts, 13 are needed; raise the limit, or --prompts 1"],
+    )
+    ran = bench.run("bench decode", "--rounds", "0")
+    assert (ran.code, ran.complaints) == (2, ["--rounds: must be >= 1, got 0"])

@@ -1,0 +1,50 @@
+"""The GPU check's own path, dry on a CPU, with the libraries out of reach that a bare GPU machine lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ABSENT = ("mlflow", "datasets", "omegaconf", "jsonargparse", "lightning", "torchmetrics", "matplotlib")
+
+SCRIPT = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None  # any import of it raises
+from eagle3_lab.commands.gpu_check import main
+sys.exit(main(["--dry-run", "--json", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_dry_run_passes_every_part_without_the_libraries_of_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(file.read_text())
+    assert {"machine", "decoding", "agreement", "training"} <= found.keys()
+    assert not any("failed" in part for part in found.values() if isinstance(part, dict))
+    decoding = found["decoding"]
+    assert decoding["vanilla"]["tokens"] == decoding["tree"]["tokens"] == 8
+    assert decoding["vanilla"]["tokens_per_s"] > 0
+    assert decoding["curves"]["verify"].keys() == {"1", "6"}
+    assert decoding["curves"]["draft"].keys() == {"1", "2"}
+    assert 0 <= decoding["tree"]["host_share"] <= 1
+    assert found["agreement"]["many"]["largest_difference"] < 1e-4
+    first, *_, last = found["training"]["losses"]
+    assert last < first
+
+
+def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from eagle3_lab.commands.gpu_check import main
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

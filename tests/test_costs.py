@@ -1,0 +1,97 @@
+"""Cost curves: measured by the loop itself, read between their points, and what they predict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_targets import random_target
+
+from eagle3_lab.costs import Cycle, Idle, Laps, answer, answer_seconds, between, curves
+from eagle3_lab.decode.grow import Chain
+from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.draft.layer import Eagle3
+from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.target.adapter import HFTarget
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def test_a_curve_is_read_between_its_points_and_continued_beyond_them() -> None:
+    curve = {4: 10.0, 1: 4.0, 8: 12.0}
+    assert [between(curve, n) for n in (1, 2.5, 4, 6, 8, 12, 0)] == [4, 7, 10, 11, 12, 14, 4]
+    assert between({3: 2.0}, 9) == 2
+    with pytest.raises(ValueError, match="nothing was measured"):
+        between({}, 1)
+
+
+def test_an_answers_seconds_by_hand() -> None:
+    """17 tokens, the first by the prefill of 3 s; tau 4: four rounds of half a second."""
+    assert answer_seconds(17, tau=4.0, cycle=0.5, prefill=3.0) == 5.0
+
+
+def test_a_cycle_is_the_median_round() -> None:
+    rounds = [{"draft": d, "verify": 2 * d, "host": 0.1} for d in (1.0, 9.0, 2.0)]
+    cycle = Cycle.of(rounds)
+    assert (cycle.draft, cycle.verify, cycle.host, cycle.seconds) == (2.0, 4.0, 0.1, 6.1)
+    with pytest.raises(ValueError, match="no round was measured"):
+        Cycle.of([])
+
+
+def test_laps_are_the_stopwatchs_seconds_round_by_round() -> None:
+    target, clock = random_target(), Laps()
+    decoded = answer(target, Idle(3, 97), SamplingLaw(), PROMPT, 12, clock)
+    assert len(clock.rounds) == len(decoded.rounds)
+    total = clock.seconds()
+    for stage in ("verify", "host"):
+        assert sum(r[stage] for r in clock.rounds) == pytest.approx(total[stage])
+    assert all(r["draft"] > 0 for r in clock.rounds)
+    assert "prefill" not in clock.rounds[0]
+    answer(target, Idle(3, 97), SamplingLaw(), PROMPT, 4, clock)
+    assert len(clock.rounds) <= 3  # a new answer begins anew
+
+
+def test_drafting_for_nothing_changes_no_answer() -> None:
+    target = random_target()
+    made = [answer(target, Idle(n, 97), SamplingLaw(), PROMPT, 16, Laps()).tokens for n in (1, 7)]
+    assert made[0] == made[1]
+    assert len(made[0]) == 16
+
+
+def test_every_size_is_measured_and_a_larger_one_costs_more_where_it_is_much_larger() -> None:
+    target = random_target(hidden_size=64, intermediate_size=512)
+    made = curves(target, headed(target), SamplingLaw(), PROMPT, nodes=(1, 300), widths=(1, 60), rounds=4, repeats=2)
+    assert made.context == len(PROMPT)
+    assert made.verify.keys() == made.forward.keys() == {1, 300}
+    assert made.draft.keys() == {1, 60}
+    assert made.forward[300] > made.forward[1] > 0
+    assert made.verify[300].verify > made.verify[1].verify
+    assert made.draft[1] > 0
+
+
+def test_timing_a_level_leaves_the_proposer_as_it_was() -> None:
+    target = random_target()
+    eagle = headed(target)
+    prompt, lengths = torch.tensor([PROMPT]), torch.tensor([len(PROMPT)])
+    out = target.open(1, 20, eagle.needs).prefill(prompt, lengths)
+    trees = []
+    for extra in (False, True):
+        eagle.start(prompt, lengths, out, 40, [])
+        eagle.propose(prompt[:, -1])
+        if extra:
+            eagle.draft_once(4)
+        eagle._await(*held(eagle))
+        trees.append(eagle.propose(prompt[:, 0]))
+    assert trees[0].tokens.equal(trees[1].tokens)
+
+
+def held(eagle: Eagle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return eagle._features[:, :1], eagle._next[:, :1], torch.ones(1, dtype=torch.long)
+
+
+def headed(target: HFTarget) -> Eagle:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        source, draft = FusedFeature(), Eagle3()
+        draft.build(target, source.build(target), torch.arange(90))
+    return Eagle(source.double(), draft.double(), Chain(3), target.spec.layers)
