@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable
 from eagle3_lab.rows import Edge, Mask
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs, TargetOut
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class DraftModule(lightning.LightningModule):
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept); val/loss and the hit
     table's readings under val/. ``noise`` is drawn anew for each batch of a training step, from ``seed``, the step,
-    the batch and the rank, so a resumed run draws what an unbroken one does.
+    the batch and the rank, so a resumed run draws what an unbroken one does. ``read`` gives a batch's features, what
+    ``needs`` names: the target's own forward, once a batch, unless something else is put there.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -145,20 +146,26 @@ class DraftModule(lightning.LightningModule):
         self.noise, self.seed = noise, seed
         self.validation = HitTable(unroll.depth)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
-        self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
+        self.needs = Needs(layers=source.layers(target.spec.layers), top=True)
+        self.read: Callable[[Batch, Needs], TargetOut] = target.features
         self._clock = time.perf_counter()
         self._tokens = 0
+
+    @property
+    def target(self) -> HFTarget:
+        """The frozen target, of which no checkpoint knows the weights."""
+        return self._target[0]
 
     def run(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[LossOut, Sequence[DraftOut]]:
         """Features, unroll and loss of one batch; with a ``generator``, the model's noise on what the draft reads."""
         target = self._target[0]
-        out = target.features(batch, self._needs)
+        out = self.read(batch, self.needs)
         taps = out.taps
         if self.noise is not None and generator is not None:
             taps = self.noise.disturb(taps, batch, generator)
         steps = list(self.unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
-        return self.loss(self.draft, steps, batch, target, out.top.to(target.dtype)), steps
+        return self.loss(self.draft, steps, batch, target, out.top.to(target.dtype), summary=out.summary), steps
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         out, _ = self.run(batch, None if self.noise is None else self._generator(index))

@@ -41,6 +41,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     data = stages.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)
     stages.check_rows(module, data)
+    stages.check_features(experiment, target, data, module)
     stages.check_evaluation(experiment, target, data, module)
     if dry_run:
         print(estimate(experiment, module, data), end="")

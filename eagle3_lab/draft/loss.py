@@ -9,7 +9,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,12 +18,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.chunked import Chunk, Collected, chunks
-from eagle3_lab.draft.teacher import Oov, Teacher, teach
+from eagle3_lab.draft.teacher import Oov, Teacher, teach, teach_by_summary
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, TopKCE
 from eagle3_lab.rows import Edge, Mask, row_weights
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget, LogitSummary
 
 Reduction = Literal["supervised", "all"]
+
+Known = tuple[Callable[[Tensor], Tensor], LogitSummary]
+"""The target's head over the draft vocabulary, and what was kept of its logits over all ids."""
 
 MIB = 2**20
 
@@ -135,12 +138,19 @@ class UnrolledLoss:
         top: Float[Tensor, "B T Dt"],
         *,
         denominators: Float[Tensor, " S"] | None = None,
+        summary: LogitSummary | None = None,
     ) -> LossOut:
         """The loss of one batch from all its steps. ``top`` are the target's states after the final norm; only rows
         that weigh something or are judged get draft logits.
 
-        ``denominators``: N_s over the whole optimizer step; None: this batch's own.
+        ``denominators``: N_s over the whole optimizer step; None: this batch's own. ``summary`` [B, T]: of the
+        target's logits at ``top``, where it is known: then only the draft vocabulary's logits are made.
+
+        Raises:
+            ValueError: a summary beside edge "counted", whose teachers past the text it does not know.
         """
+        if summary is not None and self.edge == "counted":
+            raise ValueError("edge 'counted' is taught by rows past the text, of which nothing is kept; use 'dropped'")
         depth, vocab = len(steps), draft.vocab
         wide = torch.promote_types(steps[0].head_in.dtype, torch.float32)
         weights = self.weights(batch, depth)
@@ -155,8 +165,9 @@ class UnrolledLoss:
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
-        for chunk in chunks((weights > 0) | judged, self.rows_at_once(target, vocab, wide)):
-            states, teacher = self._teach(target, top, vocab, chunk)
+        known = None if summary is None else (target.head_over(vocab), summary)
+        for chunk in chunks((weights > 0) | judged, self.rows_at_once(target, vocab, wide, known is not None)):
+            states, teacher = self._teach(target, top, vocab, chunk, known)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
                 law = teacher if slot.shape == teacher.label.shape else teacher.rows(slot)  # all of them, in order
@@ -176,9 +187,13 @@ class UnrolledLoss:
             total = collected.total(total, largest)
         return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
 
-    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> int:
-        """How many target rows' laws fit the budget, at least 1."""
-        row = max(TARGET_COPIES * target.spec.vocab, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
+    def rows_at_once(
+        self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype, summarised: bool = False
+    ) -> int:
+        """How many target rows' laws fit the budget, at least 1. ``summarised``: their logits over all V ids are never
+        made."""
+        size = vocab.shape[0] if summarised else target.spec.vocab
+        row = max(TARGET_COPIES * size, DRAFT_COPIES * vocab.shape[0]) * dtype.itemsize
         return max(1, self.budget_mib * MIB // row)
 
     def _row_losses(self, log_q: Tensor, law: Teacher) -> Tensor:
@@ -193,10 +208,17 @@ class UnrolledLoss:
             total = total + term.weight * term.per_row(head_in, states[slot])
         return total
 
-    def _teach(self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk) -> tuple[Tensor, Teacher]:
+    def _teach(
+        self, target: FrozenTarget, top: Tensor, vocab: Tensor, chunk: Chunk, known: Known | None
+    ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
-        states = top[chunk.row, chunk.column.clamp(max=last)]
+        place = chunk.row, chunk.column.clamp(max=last)
+        states = top[place]
+        if known is not None:
+            head, summary = known
+            there = LogitSummary(summary.argmax[place], summary.log_sum[place])
+            return states, teach_by_summary(head, states, there, vocab, self.oov)
         if self.edge == "dropped":
             return states, teach(target, states, vocab, self.oov)
         blank = chunk.column > last

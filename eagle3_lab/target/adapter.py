@@ -20,7 +20,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from eagle3_lab.cache import KVCache
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Batch, FrozenTarget, Needs, Rotary, Session, TargetOut, TargetSpec, Tree, Verdict
+from eagle3_lab.types import (
+    PADDING,
+    Batch,
+    FrozenTarget,
+    LogitSummary,
+    Needs,
+    Rotary,
+    Session,
+    TargetOut,
+    TargetSpec,
+    Tree,
+    Verdict,
+)
+
+SUMMARY_BYTES = 256 * 2**20
+"""Bound on the float32 logits alive at once while they are summarised."""
 
 _UNSOUND_ROPE = ("dynamic", "longrope")  # their angles depend on the longest row of the batch
 
@@ -60,7 +75,16 @@ class HFTarget(FrozenTarget):
 
     def logits(self, top: Float[Tensor, "*rows Dt"]) -> Float[Tensor, "*rows V"]:
         """The head on states after the final norm, with the scales and the soft cap that some families add."""
-        out = self.model.get_output_embeddings()(top)
+        return self._scaled(self.model.get_output_embeddings()(top))
+
+    def head_over(self, ids: Int[Tensor, " Vd"]) -> Callable[[Tensor], Tensor]:
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or ids.shape[0] == head.out_features:
+            return super().head_over(ids)
+        weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
+        return lambda top: self._scaled(nn.functional.linear(top, weight, bias))
+
+    def _scaled(self, out: Tensor) -> Tensor:
         config = self._config.to_dict()
         if (scale := config.get("logit_scale")) is not None:  # cohere
             out = out * scale
@@ -106,6 +130,18 @@ class HFTarget(FrozenTarget):
         seen = batch.document[:, :, None] == batch.document[:, None, :]  # padding sees padding: finite, never used
         seen &= torch.ones_like(seen[0]).tril()
         return self._forward(batch.ids, batch.position, seen, None, needs)
+
+    @torch.no_grad()
+    def summary(self, top: Float[Tensor, "M Dt"]) -> LogitSummary:
+        """Arg-max and log-normaliser (at least float32) of M rows of logits, never more than SUMMARY_BYTES of them at
+        once."""
+        parts = []
+        for some in top.split(max(1, SUMMARY_BYTES // (4 * self.spec.vocab))):
+            logits = self.logits(some)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            parts.append((logits.argmax(-1), logits.logsumexp(-1)))
+        argmax, log_sum = map(torch.cat, zip(*parts, strict=True))
+        return LogitSummary(argmax, log_sum)
 
     # ---- decoding
 
