@@ -95,9 +95,8 @@ class Experiment:
 
     def _decisive(self) -> dict[str, Any]:
         """The choices that results depend on: of kept features the dtype alone, and nothing where none are kept."""
-        choices = self.choices()
-        features = choices.pop("features", None)
-        return choices if features is None else choices | {"features": {"dtype": features["dtype"]}}
+        choices = {key: value for key, value in self.choices().items() if key != "features"}
+        return choices if self.features is None else choices | {"features": self.features.dtype}
 
 
 def _digest(*parts: object) -> str:
