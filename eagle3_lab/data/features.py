@@ -142,13 +142,12 @@ class Making:
                     left.unlink()
                 self.manifest.write(self.folder)
                 for number, span in enumerate(self.manifest.spans()):
-                    if not self._is_whole(number):
-                        some = [self._found[i] for i in span]
-                        states, argmax, log_sum = _computed(
-                            target, some, self.manifest.contents, row_length, rows_per_batch, on_tokens
-                        )
-                        lengths = [len(one) for one in some]
-                        write_shard(self.folder, number, self.manifest.contents, lengths, states, argmax, log_sum)
+                    if shard_file(self.folder, number).is_file():
+                        read_shard(self.folder, number, self.manifest)  # or raises: it is not what it should be
+                        continue
+                    some, contents = [self._found[i] for i in span], self.manifest.contents
+                    made = _computed(target, some, contents, row_length, rows_per_batch, on_tokens)
+                    write_shard(self.folder, number, contents, [len(one) for one in some], *made)
                 self.manifest = self.manifest.measured(self.folder)
                 self.manifest.write(self.folder)
         except OSError as error:
@@ -167,12 +166,6 @@ class Making:
                 f"{self.folder}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for features of "
                 f"{self.manifest.contents.tokens} tokens; free some, or set features.folder to another disk"
             )
-
-    def _is_whole(self, number: int) -> bool:
-        if not shard_file(self.folder, number).is_file():
-            return False
-        read_shard(self.folder, number, self.manifest)
-        return True
 
 
 def _computed(
