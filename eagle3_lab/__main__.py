@@ -25,11 +25,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
-    "export": ("eagle3_lab.commands.export", "export", "write a trained draft language model as a Hugging Face folder"),
+    "export": ("eagle3_lab.commands.export", "export", "write a trained draft LM as a Hugging Face folder"),
     "bench train": (
         "eagle3_lab.commands.bench_train",
         "bench_train",
-        "time a training step: tokens/s, memory, a rival's",
+        "time a training step, and a rival's beside it",
     ),
     "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
 }

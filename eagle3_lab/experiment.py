@@ -26,6 +26,7 @@ import eagle3_lab.draft.source
 import eagle3_lab.draft.terms  # noqa: F401
 from eagle3_lab.config import Config
 from eagle3_lab.data.answers import Answers
+from eagle3_lab.data.features import Features
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
@@ -56,10 +57,12 @@ class Experiment:
         optimizer: AdamW and its schedule.
         trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
+        features: keep the target's features on disk and train from there; null: the target runs along.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
         judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
             was trained for: readings of two experiments compare where this is the same.
-        budgets: seconds each stage is meant to take (target, answers, training, evaluation); shown, never enforced.
+        budgets: seconds each stage is meant to take (target, answers, features, training, evaluation); shown, never
+            enforced.
         tracking: where runs are kept.
         seed: of the weights and of what is drawn in training; the order of the data is ``data.seed``'s.
         config: the checked configuration, set when built from a YAML.
@@ -72,6 +75,7 @@ class Experiment:
     optimizer: Optimization
     trainer: Training
     answers: Answers | None = None
+    features: Features | None = None
     evaluate: Evaluation | None = None
     judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)
@@ -109,12 +113,17 @@ class Experiment:
     def training_key(self, *parts: str) -> str:
         """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
         such as the data's hash. Raises UserError as `choices`."""
-        trained = {key: value for key, value in self.choices().items() if key not in MEASURED}
+        trained = {key: value for key, value in self._decisive().items() if key not in MEASURED}
         return _digest(trained, *parts)
 
     def result_key(self, *parts: str) -> str:
         """Identity of a trained and measured head. Raises UserError as `choices`."""
-        return _digest(self.choices(), *parts)
+        return _digest(self._decisive(), *parts)
+
+    def _decisive(self) -> dict[str, Any]:
+        """The choices that results depend on: of kept features the dtype alone, and nothing where none are kept."""
+        choices = {key: value for key, value in self.choices().items() if key != "features"}
+        return choices if self.features is None else choices | {"features": self.features.dtype}
 
 
 def _digest(*parts: object) -> str:

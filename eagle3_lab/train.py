@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable, StepLoss
 from eagle3_lab.rows import Edge, Mask
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs, TargetOut
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class DraftModule(lightning.LightningModule):
     so that heads trained for other depths are comparable. N_s of an optimizer step is known from the masks before its
     first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
     each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
-    unbroken one does.
+    unbroken one does. ``read`` gives a batch's features, what ``needs`` names: the target's own forward, once a batch,
+    unless something else is put there.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -170,7 +171,8 @@ class DraftModule(lightning.LightningModule):
         self.judging = unroll.judging(unroll.reach if judged_depth is None else judged_depth, draft.steps)
         self.validation = HitTable(self.judging.reach)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
-        self._needs = Needs(layers=source.layers(target.spec.layers), top=True)
+        self.needs = Needs(layers=source.layers(target.spec.layers), top=True)
+        self.read: Callable[[Batch, Needs], TargetOut] = target.features
         self._clock = time.perf_counter()
         self._counts: Float[Tensor, " S"] | None = None
         self._seen: list[Float[Tensor, "4 S"]] = []
@@ -179,7 +181,7 @@ class DraftModule(lightning.LightningModule):
 
     @property
     def target(self) -> HFTarget:
-        """The frozen target."""
+        """The frozen target, of which no checkpoint knows the weights."""
         return self._target[0]
 
     def run(
@@ -206,15 +208,17 @@ class DraftModule(lightning.LightningModule):
         denominators: Float[Tensor, " S"] | None,
     ) -> tuple[LossOut, Sequence[DraftOut]]:
         target = self._target[0]
-        out = target.features(batch, self._needs)
+        out = self.read(batch, self.needs)
         taps = out.taps
         if self.noise is not None and generator is not None:
             taps = self.noise.disturb(taps, batch, generator)
         steps = list(unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
-        top = out.top.to(target.dtype)
-        counted = self.unroll.depth
-        return self.loss(self.draft, steps, batch, target, top, denominators=denominators, counted=counted), steps
+        top, counted = out.top.to(target.dtype), self.unroll.depth
+        done = self.loss(
+            self.draft, steps, batch, target, top, denominators=denominators, counted=counted, summary=out.summary
+        )
+        return done, steps
 
     def on_fit_start(self) -> None:
         target = self._target[0]

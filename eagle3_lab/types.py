@@ -20,7 +20,7 @@ This module imports nothing of ours, and knows neither transformers nor any meth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,13 +71,24 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class LogitSummary:
+    """What is kept of rows of the target's logits where the logits themselves are not: ``argmax`` over all V target
+    ids (lowest of equals), and ``log_sum``, the log of the sum of their exponentials (the log-normaliser)."""
+
+    argmax: Int[Tensor, "*rows"]
+    log_sum: Float[Tensor, "*rows"]
+
+
+@dataclass(frozen=True)
 class TargetOut:
     """Exactly what ``Needs`` named, for T rows: ``taps`` in the order of ``Needs.layers``, ``top`` after the final
-    norm (EAGLE-1's feature, the head's input), ``logits`` before any law."""
+    norm (EAGLE-1's feature, the head's input), ``logits`` before any law. ``summary``: of all T rows' logits, where
+    they were made before (a feature store's); whoever has it needs no logits over the full vocabulary."""
 
     taps: tuple[Float[Tensor, "B T Dt"], ...] = ()
     top: Float[Tensor, "B T Dt"] | None = None
     logits: Float[Tensor, "B L V"] | None = None
+    summary: LogitSummary | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,11 @@ class FrozenTarget(ABC):
     @abstractmethod
     def logits(self, top: Float[Tensor, "*rows Dt"]) -> Float[Tensor, "*rows V"]:
         """The target's head as a function of its top state: bias, scale and soft cap included."""
+
+    def head_over(self, ids: Int[Tensor, " Vd"]) -> Callable[[Tensor], Tensor]:
+        """The head over some target ids alone, as a function of the top state [*rows, Dt]: ``logits(top)[..., ids]``.
+        A target that can do it for less than all V overrides this."""
+        return lambda top: self.logits(top)[..., ids]
 
     @abstractmethod
     def head_rows(self, ids: Int[Tensor, " M"]) -> Float[Tensor, "M Dt"]:

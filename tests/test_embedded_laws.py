@@ -215,7 +215,7 @@ def trained(embedded: HFTarget, plain: list[Run]) -> DraftModule:
     lengths."""
     module, batch = head(embedded, plain), packed(plain, embedded.device)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1.5e-3)
-    out = embedded.features(batch, module._needs)
+    out = embedded.features(batch, module.needs)
     for _ in range(STEPS):
         steps = list(module.unroll(module.draft, module.source(out.taps), batch))
         loss = module.loss(module.draft, steps, batch, embedded, out.top)

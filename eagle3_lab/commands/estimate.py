@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from eagle3_lab.commands.stages import check_features
 from eagle3_lab.commands.work import disk_bytes
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.experiment import Experiment
@@ -34,7 +35,21 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
         f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state {parameters * 16 / 1e9:.2f} GB "
         "of memory, beside the target and a batch's activations\n"
         f"disk: {disk_bytes(module) / 1e9:.2f} GB at most (two checkpoints with optimizer state while one replaces the "
-        "other, the draft, and its copy in the run)\n"
+        "other, the draft, and its copy in the run)\n" + _features(experiment, module, data)
+    )
+
+
+def _features(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
+    """A line of what a feature store takes and what of it is yet to be made; nothing where none is kept."""
+    making = check_features(experiment, module.target, data, module)
+    if making is None:
+        return ""
+    contents = making.manifest.contents
+    left = making.tokens_left() * contents.token_bytes
+    return (
+        f"features: {contents.bytes / 1e9:.3g} GB for {contents.tokens} tokens of {len(contents.layers)} states in "
+        f"{contents.dtype}, of which {left / 1e9:.3g} GB are yet to be made; the timed step ran the target, which "
+        "training from the store does not\n"
     )
 
 

@@ -47,6 +47,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
             stages.train_head(experiment, module, data, None, work)
         return
     stages.check_rows(module, data)
+    stages.check_features(experiment, target, data, module)
     stages.check_evaluation(experiment, target, data, module)
     if dry_run:
         print(estimate(experiment, module, data), end="")

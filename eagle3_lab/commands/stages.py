@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +17,10 @@ from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
 from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.features import Making
+from eagle3_lab.data.kept import FromStore, Reading
 from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.store import Store
 from eagle3_lab.decode.methods import Head, Vanilla
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
@@ -81,6 +85,46 @@ def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
         if place.is_file():
             s.reused()
         return experiment.answers.make(target, chat, folder, on_answer=lambda tokens: s.advance(1, tokens=tokens))
+
+
+def keep_features(
+    experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule
+) -> Reading | None:
+    """The store of the target's features, made or finished where it is not; None where the experiment keeps none.
+
+    Raises:
+        UserError: as `check_features`, or a disk that is too small or cannot be written.
+    """
+    if experiment.features is not None and not ranks.is_first():
+        ranks.wait_for(lambda: (making := check_features(experiment, target, data, module)) is None or making.finished)
+    making = check_features(experiment, target, data, module)
+    if experiment.features is None or making is None:
+        return None
+    with stage("features", "tokens", making.tokens_left(), experiment.budgets.get("features")) as s:
+        if making.finished:
+            s.reused()
+        else:
+            making.make(target, data.row_length, data.rows_per_batch, on_tokens=s.advance)
+        return Reading(Store(making.folder, making.wanted), module.needs, experiment.features.threads)
+
+
+def check_features(
+    experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule
+) -> Making | None:
+    """What is to be kept of the target and where; None where nothing is.
+
+    Raises:
+        UserError: a store of another target, text, format or of other layers in the named folder, a layer that the
+            target has not, or an edge that is taught by rows of which nothing is kept.
+    """
+    features = experiment.features
+    if features is None:
+        return None
+    if module.loss.edge == "counted":
+        raise UserError("features: model.edge 'counted' is taught by rows past the text, of which no store knows; null")
+    found = data.all_documents()
+    contents = features.contents(target, module.needs, found, data.hash)
+    return Making(features.place(contents, cache_folder() / "features"), contents, found)
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -159,6 +203,7 @@ def train_head(
     """
     if ranks.is_first():
         require_room(work.folder, module)
+    kept = keep_features(experiment, module.target, data, module)
     options = experiment.trainer
     precision, why = work.products(lambda: options.precision(next(module.parameters()).device))
     going_on = work.last if work.last.is_file() else None
@@ -181,7 +226,7 @@ def train_head(
         trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
         check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:
-            with interrupts.caught():
+            with interrupts.caught(), reading(module, data, kept):
                 trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
@@ -201,11 +246,25 @@ def check_processes(processes: int, options: Training, data: ConversationData) -
     options.check(math.ceil(len(loader) / processes))
 
 
+@contextmanager
+def reading(module: DraftModule, data: ConversationData, kept: Reading | None) -> Iterator[None]:
+    """Within, batches bring their features from the store and the target is not run; None: it is, as ever."""
+    if kept is None:
+        yield
+        return
+    data.reading, module.read = kept, FromStore(module.target.dtype)
+    try:
+        yield
+    finally:
+        data.reading, module.read = None, module.target.features
+
+
 # ---------------------------------------------------------------------------------------------------- evaluation
 
 
 def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | None:
-    """The hit table over all held-out greedy conversations, in the target's dtype; None where nothing is held out."""
+    """The hit table over all held-out greedy conversations, by the target itself in its dtype, wherever training read
+    its features; None where nothing is held out."""
     if not data.held_out:
         return None
     total = sum(map(len, data.held_out))

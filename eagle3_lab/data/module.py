@@ -17,6 +17,7 @@ from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report, read_conversations
 from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
 from eagle3_lab.data.held_out import candidates, without
+from eagle3_lab.data.kept import KeptRows, Reading
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
 from eagle3_lab.data.records import file_hash
 from eagle3_lab.data.tasks import Prompt
@@ -47,12 +48,14 @@ class ConversationData(LightningDataModule):
         train, held_out: the documents, in a fixed order.
         reports: what was kept, shortened and dropped: in reading each file, in training, in holding out.
         hash: identity of all tokens and masks.
+        reading: the store from which batches bring the target's features along; None: they bring none.
     """
 
     train: list[Document]
     held_out: list[Document]
     reports: list[Report]
     hash: str
+    reading: Reading | None
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class ConversationData(LightningDataModule):
         self.wanted = held_out
         self.limit = limit
         self.seed = seed
+        self.reading = None
 
     def build(self, chat: Chat, spec: TargetSpec, beside: Sequence[Path | str] = ()) -> None:
         """Read, encode and divide the conversations, for one target.
@@ -123,6 +127,10 @@ class ConversationData(LightningDataModule):
         self._spec, self._template_hash = spec, chat.template_hash
         if any(report.dropped for report in self.reports):
             _log.warning("%s", self.summary())
+
+    def all_documents(self) -> list[Document]:
+        """All of them, in the order of ``hash``."""
+        return [*self.train, *self.held_out]
 
     def summary(self) -> str:
         """What was kept, shortened and dropped, and why; one line a stage."""
@@ -177,7 +185,11 @@ class ConversationData(LightningDataModule):
         )
         data = f"{self.hash}, seed {seed}, {self.rows_per_batch} rows of {self.row_length}, {world} processes"
         data += "" if self.packed else ", not packed"
-        return RowLoader(PackedRows(found, self.row_length), order, data)
+        rows = PackedRows(found, self.row_length)
+        if self.reading is None:
+            return RowLoader(rows, order, data)
+        first = 0 if found is self.train else len(self.train)  # as in `all_documents`
+        return RowLoader(KeptRows(rows, self.reading, first), order, data, self.reading.threads)
 
     def _share(self) -> tuple[int, int]:
         """Which of how many parts of the data this process reads: where a model is itself spread over processes, they

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -21,6 +22,9 @@ from torch.utils.data import Dataset
 from eagle3_lab.data.documents import Document
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Batch
+
+Key = TypeVar("Key")
+Loaded = TypeVar("Loaded")
 
 Row = tuple[int, ...]
 """The documents of one row, by index; () is a row of padding."""
@@ -157,19 +161,39 @@ class RowOrder:
         return self._laid[1]
 
 
+def read_ahead(load: Callable[[Key], Loaded], keys: Iterable[Key], threads: int) -> Iterator[Loaded]:
+    """``map(load, keys)``, with ``threads`` of them loaded while their turn is yet to come; 0: none is."""
+    if threads == 0:
+        yield from map(load, keys)
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        waiting: deque[Future[Loaded]] = deque()
+        for key in keys:
+            waiting.append(pool.submit(load, key))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 class RowLoader:
     """Loads an epoch of batches, and the next one whenever it is iterated again; resumable at any batch.
 
     It counts the epochs itself, because a trainer's own count may be off by one after a resume. It draws from no
-    global generator and starts no process: a row is laid out in microseconds.
+    global generator and starts no process: a row is laid out in microseconds. ``threads`` load batches ahead, in the
+    same order: what is read from disk is copied outside Python's lock.
 
     ``data`` is the identity of what is loaded and in which order: a state of other data is refused.
     """
 
-    def __init__(self, dataset: PackedRows, order: RowOrder, data: str = "") -> None:
+    def __init__(self, dataset: Dataset[Batch], order: RowOrder, data: str = "", threads: int = 0) -> None:
         self.dataset = dataset
         self.order = order
         self.data = data
+        self.threads = threads
         self._epoch, self._batch = 0, 0  # what comes next
         self._running = 0  # the epoch of the batch that was given last
         self._resumed = False
@@ -182,8 +206,9 @@ class RowLoader:
         if self._batch and not self._resumed:  # the last pass was left early
             self._epoch, self._batch = self._epoch + 1, 0
         self._resumed = False
-        for rows in self.order.batches(self._epoch)[self._batch :]:
-            batch = self.dataset[rows]  # before it is counted: one that cannot be read is the next one still
+        coming = self.order.batches(self._epoch)[self._batch :]
+        for batch in read_ahead(self.dataset.__getitem__, coming, self.threads):
+            # counted once it is read: one that cannot be read is the next one still
             self._running, self._batch = self._epoch, self._batch + 1
             if self._batch == len(self):
                 self._epoch, self._batch = self._epoch + 1, 0

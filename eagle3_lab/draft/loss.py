@@ -10,7 +10,7 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -19,13 +19,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.chunked import Chunk, Collected, chunks
-from eagle3_lab.draft.teacher import Oov, Teacher, draft_ids, teach
+from eagle3_lab.draft.teacher import Oov, Teacher, draft_ids, teach, teach_by_summary
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm, TopKCE
 from eagle3_lab.draft.vocab import OUTSIDE
 from eagle3_lab.rows import Edge, Mask, row_weights
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, FrozenTarget, LogitSummary
 
 Reduction = Literal["supervised", "all"]
+
+Known = tuple[Callable[[Tensor], Tensor], LogitSummary]
+"""The target's head over the draft vocabulary, and what was kept of its logits over all ids."""
 
 MIB = 2**20
 
@@ -141,13 +144,21 @@ class UnrolledLoss:
         *,
         denominators: Float[Tensor, " S"] | None = None,
         counted: int | None = None,
+        summary: LogitSummary | None = None,
     ) -> LossOut:
         """The loss of one batch from all its steps. ``top`` are the target's states after the final norm; only rows
         that weigh something or are judged get draft logits.
 
         ``denominators``: N_s over the whole optimizer step; None: this batch's own. ``counted``: how many steps, from
         the first, have a loss; the others are judged alone, which costs no more than their logits. None: all.
+        ``summary`` [B, T]: of the target's logits at ``top``, where it is known: then only the draft vocabulary's
+        logits are made.
+
+        Raises:
+            ValueError: a summary beside edge "counted", whose teachers past the text it does not know.
         """
+        if summary is not None and self.edge == "counted":
+            raise ValueError("edge 'counted' is taught by rows past the text, of which nothing is kept; use 'dropped'")
         depth, vocab = len(steps), draft.vocab
         counted = depth if counted is None else min(counted, depth)
         wide = torch.promote_types(steps[0].head_in.dtype, torch.float32)
@@ -163,13 +174,14 @@ class UnrolledLoss:
         sums, by_row = torch.zeros_like(share), (batch.ids.numel(), depth)
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
-        rows, teachers = self.rows_at_once(target, vocab, wide)
+        known = None if summary is None else (target.head_over(vocab), summary)
+        rows, teachers = self.rows_at_once(target, vocab, wide, known is not None)
         acceptance = torch.zeros_like(share)
         if self.step_terms:
-            acceptance = self._acceptance(draft, steps, batch, target, top, weights)
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights, known)
         collected = Collected(steps, draft) if torch.is_grad_enabled() else None
         for chunk in chunks((weights > 0) | judged, rows):
-            states, teacher = self._teach(target, top, batch, vocab, chunk, teachers)
+            states, teacher = self._teach(target, top, batch, vocab, chunk, teachers, known)
             for piece in chunk.pieces:
                 s, place, slot = piece.step, piece.place, piece.slot
                 law, aims = teacher, states
@@ -195,15 +207,18 @@ class UnrolledLoss:
             total = collected.total(total, largest)
         return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
 
-    def rows_at_once(self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype) -> tuple[int, int]:
+    def rows_at_once(
+        self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype, summarised: bool = False
+    ) -> tuple[int, int]:
         """How many target rows' laws fit the budget together, and how many of them fit it while they are made from full
-        logits; at least 1 each. The fewer pieces a step has, the fewer times a trained head's gradient is added up.
+        logits (``summarised``: from the draft vocabulary's); at least 1 each. The fewer pieces a step has, the fewer
+        times a trained head's gradient is added up.
         """
         if self.budget_mib is None:
             return sys.maxsize, sys.maxsize
         budget, size = self.budget_mib * MIB // dtype.itemsize, vocab.shape[0]
         rows = max(1, budget // (DRAFT_COPIES * size))
-        made = (budget - LAW_COPIES * rows * size) // (TARGET_COPIES * target.spec.vocab)
+        made = (budget - LAW_COPIES * rows * size) // (TARGET_COPIES * (size if summarised else target.spec.vocab))
         return rows, max(1, made)
 
     @torch.no_grad()
@@ -215,12 +230,13 @@ class UnrolledLoss:
         target: FrozenTarget,
         top: Tensor,
         weights: Tensor,
+        known: Known | None,
     ) -> Float[Tensor, " S"]:
         """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
         total = weights.new_zeros((2, len(steps)), dtype=torch.promote_types(weights.dtype, torch.float32))
-        rows, teachers = self.rows_at_once(target, draft.vocab, total.dtype)
+        rows, teachers = self.rows_at_once(target, draft.vocab, total.dtype, known is not None)
         for chunk in chunks(weights > 0, rows):
-            _, teacher = self._teach(target, top, batch, draft.vocab, chunk, teachers)
+            _, teacher = self._teach(target, top, batch, draft.vocab, chunk, teachers, known)
             for piece in chunk.pieces:
                 s, law = piece.step, teacher.rows(piece.slot)
                 weight = weights[..., s].flatten()[piece.place] * law.taught
@@ -243,13 +259,25 @@ class UnrolledLoss:
         return total
 
     def _teach(
-        self, target: FrozenTarget, top: Tensor, batch: Batch, vocab: Tensor, chunk: Chunk, at_once: int
+        self,
+        target: FrozenTarget,
+        top: Tensor,
+        batch: Batch,
+        vocab: Tensor,
+        chunk: Chunk,
+        at_once: int,
+        known: Known | None,
     ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
         last = top.shape[1] - 1
-        states = top[chunk.row, chunk.column.clamp(max=last)]
+        place = chunk.row, chunk.column.clamp(max=last)
+        states = top[place]
         following = batch.ids[chunk.row, (chunk.column + 1).clamp(max=last)]
         said = torch.where(chunk.column < last, draft_ids(following, vocab), OUTSIDE)
+        if known is not None:
+            head, summary = known
+            there = LogitSummary(summary.argmax[place], summary.log_sum[place])
+            return states, replace(teach_by_summary(head, states, there, vocab, self.oov), said=said)
         blank = None
         if self.edge == "counted":
             blank = chunk.column > last

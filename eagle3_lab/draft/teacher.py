@@ -11,6 +11,7 @@ teaches. What a rule does with probability outside the draft vocabulary (p: full
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.vocab import OUTSIDE
-from eagle3_lab.types import FrozenTarget
+from eagle3_lab.types import FrozenTarget, LogitSummary
 
 Oov = Literal["drop", "renormalise", "mass"]
 
@@ -71,19 +72,41 @@ def teach(
     parts = []
     for begin in range(0, max(top.shape[0], 1), chunk):
         here = slice(begin, begin + chunk)
-        with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
-            logits = target.logits(top[here])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = _logits(target.logits, top[here])
         if blank is not None:
             logits = logits.masked_fill(blank[here, None], 0.0)
-        parts.append(_restrict(logits, vocab, oov))
+        summary = LogitSummary(logits.argmax(-1), logits.logsumexp(-1))
+        parts.append(_restrict(logits.index_select(-1, vocab), summary, vocab, oov))
     return parts[0] if len(parts) == 1 else _join(parts)
 
 
-def _restrict(logits: Tensor, vocab: Tensor, oov: Oov) -> Teacher:
-    argmax = logits.argmax(-1)
-    kept = logits.index_select(-1, vocab)
-    log_inside = kept.logsumexp(-1) - logits.logsumexp(-1)
+@torch.no_grad()
+def teach_by_summary(
+    head: Callable[[Tensor], Tensor],
+    top: Float[Tensor, "M Dt"],
+    summary: LogitSummary,
+    vocab: Int[Tensor, " Vd"],
+    oov: Oov,
+) -> Teacher:
+    """The teachers that `teach` makes, from the draft vocabulary's logits alone: ``head`` is the target's
+    ``head_over(vocab)``, ``summary`` is of the M rows' logits over all V ids."""
+    kept = _logits(head, top)
+    log_sum = summary.log_sum.to(kept.dtype)
+    # a part cannot outweigh the whole; by rounding of what was kept it could
+    whole = torch.maximum(log_sum, kept.logsumexp(-1))
+    return _restrict(kept, LogitSummary(summary.argmax, whole), vocab, oov)
+
+
+def _logits(head: Callable[[Tensor], Tensor], top: Tensor) -> Tensor:
+    with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
+        logits = head(top)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov) -> Teacher:
+    """``kept``: the logits of the draft vocabulary; ``summary``: of all of them."""
+    argmax = summary.argmax
+    log_inside = kept.logsumexp(-1) - summary.log_sum
 
     label = draft_ids(argmax, vocab)
     known = label != OUTSIDE

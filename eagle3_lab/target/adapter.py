@@ -28,6 +28,7 @@ from eagle3_lab.types import (
     Batch,
     FrozenTarget,
     LanguageModel,
+    LogitSummary,
     Needs,
     Rotary,
     Session,
@@ -36,6 +37,9 @@ from eagle3_lab.types import (
     Tree,
     Verdict,
 )
+
+SUMMARY_BYTES = 256 * 2**20
+"""Bound on the float32 logits alive at once while they are summarised."""
 
 _UNSOUND_ROPE = ("dynamic", "longrope")  # their angles depend on the longest row of the batch
 
@@ -90,7 +94,16 @@ class HFTarget(FrozenTarget):
 
     def logits(self, top: Float[Tensor, "*rows Dt"]) -> Float[Tensor, "*rows V"]:
         """The head on states after the final norm, with the scales and the soft cap that some families add."""
-        out = self.model.get_output_embeddings()(top).to(top.device)  # a sharded target's head may lie elsewhere
+        return self._scaled(self.model.get_output_embeddings()(top)).to(top.device)  # a sharded head may lie elsewhere
+
+    def head_over(self, ids: Int[Tensor, " Vd"]) -> Callable[[Tensor], Tensor]:
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or ids.shape[0] == head.out_features:
+            return super().head_over(ids)
+        weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
+        return lambda top: self._scaled(nn.functional.linear(top.to(weight.device), weight, bias)).to(top.device)
+
+    def _scaled(self, out: Tensor) -> Tensor:
         config = self._config.to_dict()
         if (scale := config.get("logit_scale")) is not None:  # cohere
             out = out * scale
@@ -160,6 +173,18 @@ class HFTarget(FrozenTarget):
         seen &= torch.ones_like(seen[0]).tril()
         mask = self._windows.masks(seen, batch.position, batch.position, self.dtype)
         return self._forward(batch.ids, batch.position, mask, None, needs)
+
+    @torch.no_grad()
+    def summary(self, top: Float[Tensor, "M Dt"]) -> LogitSummary:
+        """Arg-max and log-normaliser (at least float32) of M rows of logits, never more than SUMMARY_BYTES of them at
+        once."""
+        parts = []
+        for some in top.split(max(1, SUMMARY_BYTES // (4 * self.spec.vocab))):
+            logits = self.logits(some)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            parts.append((logits.argmax(-1), logits.logsumexp(-1)))
+        argmax, log_sum = map(torch.cat, zip(*parts, strict=True))
+        return LogitSummary(argmax, log_sum)
 
     # ---- decoding
 

@@ -14,11 +14,11 @@ from eagle3_lab.draft import loss as loss_module
 from eagle3_lab.draft.chunked import chunks
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
-from eagle3_lab.draft.teacher import Teacher, teach
+from eagle3_lab.draft.teacher import Teacher, teach, teach_by_summary
 from eagle3_lab.draft.terms import HardCE, RowTerm, SmoothL1, SoftCE, TopKCE
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.rows import shift
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FrozenTarget
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FrozenTarget, LogitSummary
 
 
 def plain_loss(
@@ -204,6 +204,74 @@ def test_a_frozen_head_gets_no_gradient_and_passes_it_on(make_lab: Any, make_bat
     case = Case(make_lab, make_batch([(9, 3)], length=9), draft=Eagle3(head="frozen"))
     assert "lm_head.weight" not in case.parameters
     case.agrees(UnrolledLoss([SoftCE()]))
+
+
+# ---- with the target's logits summarised beforehand
+
+
+def summarised(case: Case) -> LogitSummary:
+    """What a feature store keeps of the case's logits."""
+    logits = case.target.logits(case.top)
+    return LogitSummary(logits.argmax(-1), logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize("mask", ["drafted", "official", "root"])
+@pytest.mark.parametrize("oov", ["drop", "renormalise", "mass"])
+@pytest.mark.parametrize("size", [9, 23], ids=["part of the vocabulary", "all of it"])
+def test_summarised_logits_give_the_same_loss_statistics_and_gradients(
+    mask: Any, oov: Any, size: int, make_lab: Any, make_batch: Any, few_at_once: Any
+) -> None:
+    few_at_once(3)
+    case = Case(make_lab, make_batch([(5, 1), (5, 2)], [(7, 2)], length=10), vocab_size=size)
+    loss = UnrolledLoss([SoftCE(), HardCE(), TopKCE(k=4), Squared(), SmoothL1()], mask=mask, oov=oov)
+    plain, found = case.run(loss), case.run(loss, summary=summarised(case))
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found.total, plain.total, **close)
+    torch.testing.assert_close(found.steps, plain.steps, **close)
+    torch.testing.assert_close(found.overlap, plain.overlap, **close)
+    assert torch.equal(found.hit, plain.hit)
+    told = case.gradients(plain.total)
+    for name, gradient in case.gradients(found.total).items():
+        torch.testing.assert_close(gradient, told[name], rtol=0, atol=1e-6 * max(1.0, float(told[name].abs().max())))
+
+
+def test_with_summarised_logits_the_target_is_never_asked_for_all_of_them(
+    make_lab: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(make_lab, make_batch([(9, 3)], length=9))
+    loss, summary, head = UnrolledLoss([SoftCE()]), summarised(case), case.target.head
+    told = case.run(loss).total
+    asked: list[Tensor] = []
+
+    def head_over(ids: Tensor) -> Callable[[Tensor], Tensor]:
+        asked.append(ids)
+        return lambda top: top @ head[ids].T
+
+    monkeypatch.setattr(case.target, "head_over", head_over)
+    monkeypatch.setattr(case.target, "logits", None)
+    torch.testing.assert_close(case.run(loss, summary=summary).total, told, rtol=1e-6, atol=1e-6)
+    assert len(asked) == 1 and torch.equal(asked[0], case.draft.vocab)
+
+
+def test_more_rows_fit_the_budget_where_no_row_has_all_logits(make_lab: Any) -> None:
+    loss, vocab, target = UnrolledLoss([SoftCE()], budget_mib=12), torch.arange(1024), make_lab(vocab=65536).target
+    assert loss.rows_at_once(target, vocab, torch.float32) == 16
+    assert loss.rows_at_once(target, vocab, torch.float32, summarised=True) == 512
+
+
+def test_a_normaliser_below_its_own_part_never_makes_a_law_outweigh_one() -> None:
+    draw = torch.Generator().manual_seed(0)
+    head, top, vocab = torch.randn(23, 12, generator=draw), torch.randn(6, 12, generator=draw), torch.arange(9)
+    kept = top @ head[vocab].T
+    short = LogitSummary(kept.argmax(-1), kept.logsumexp(-1) - 0.1)
+    law = teach_by_summary(lambda x: x @ head[vocab].T, top, short, vocab, "mass")
+    torch.testing.assert_close(law.p.sum(-1), torch.ones(6))
+
+
+def test_the_edge_that_nothing_is_known_of_is_refused(make_lab: Any, make_batch: Any) -> None:
+    case = Case(make_lab, make_batch([(9, 3)], length=9))
+    with pytest.raises(ValueError, match="edge 'counted' is taught by rows past the text, of which nothing is kept"):
+        case.run(UnrolledLoss([SoftCE()], mask="official", edge="counted"), summary=summarised(case))
 
 
 # ---- laws

@@ -51,6 +51,42 @@ def document(ids: torch.Tensor) -> Batch:
     return Batch(ids, torch.zeros_like(ids, dtype=torch.bool), position, torch.zeros_like(ids))
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("gemma2", {"attention": "eager", **GEMMA2, **FULL}),
+        ("phi", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_head_over_some_ids_is_the_head_at_them_and_runs_for_no_others(
+    kind: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = random_target(kind, **more)
+    ids = torch.tensor([3, 4, 50, 96])
+    top = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    told, everything = target.logits(top), target.head_over(torch.arange(97))(top)
+    assert (target.model.get_output_embeddings().bias is not None) == (kind == "phi")
+    torch.testing.assert_close(everything, told, rtol=0, atol=0)
+    monkeypatch.setattr(target.model.get_output_embeddings(), "forward", None)
+    torch.testing.assert_close(target.head_over(ids)(top), told[..., ids], rtol=1e-12, atol=1e-12)
+
+
+def test_logits_are_summarised_row_by_row_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_target("cohere", logit_scale=0.25)
+    top = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits, widths = target.logits(top), []
+    monkeypatch.setattr("eagle3_lab.target.adapter.SUMMARY_BYTES", 3 * 4 * 97)
+    target.model.get_output_embeddings().register_forward_hook(lambda _, args, out: widths.append(len(out)))
+    summary = target.summary(top)
+    assert widths == [3, 3, 1]
+    assert torch.equal(summary.argmax, logits.argmax(-1))
+    torch.testing.assert_close(summary.log_sum, logits.logsumexp(-1))
+
+
 def test_soft_caps_of_logits_and_of_attention_are_kept_in_eager_attention() -> None:
     """Tiny caps, so that a dropped one shows."""
     target = random_target("gemma2", attention="eager", **GEMMA2, **FULL)
