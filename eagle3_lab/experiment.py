@@ -34,6 +34,9 @@ SHOWN = ("name", "tracking", "budgets")
 class Experiment:
     """What is run. Built by :func:`eagle3_lab.load` or by the command line.
 
+    An experiment that trains nothing needs ``target`` and ``evaluate`` alone, and ``data`` where it asks held-out
+    prompts.
+
     Args:
         name: of the experiment; runs of one name are compared in one MLflow experiment.
         target: the model to make faster.
@@ -51,16 +54,21 @@ class Experiment:
 
     name: str
     target: TargetChoice
-    data: ConversationData
-    model: Model
-    optimizer: Optimization
-    trainer: Training
+    data: ConversationData | None = None
+    model: Model | None = None
+    optimizer: Optimization | None = None
+    trainer: Training | None = None
     answers: Answers | None = None
     evaluate: Evaluation | None = None
     budgets: dict[str, float] = field(default_factory=dict)
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
     config: Config | None = None
+
+    def lacks(self) -> list[str]:
+        """The sections without which no head can be trained, as far as they are missing."""
+        needed = {"data": self.data, "model": self.model, "optimizer": self.optimizer, "trainer": self.trainer}
+        return [key for key, section in needed.items() if section is None]
 
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""

@@ -48,7 +48,7 @@ def generate(
         prompt: what to answer; by default lines are read from stdin, and each answer sees those before it.
         method: a name in ``evaluate.methods``, or ``vanilla``; by default the last one there that needs a head.
         max_new_tokens: longest answer.
-        temperature: 0 is greedy; by default the law of the experiment's ``evaluate``.
+        temperature: 0 is greedy; by default the first law of the experiment's ``evaluate``.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment.
     """
     if prompt is not None and not prompt.strip():
@@ -57,8 +57,10 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
-    if chosen.needs_head and checkpoint_path is None:
-        _require_some_head(experiment)
+    if chosen.needs_head:
+        _require_sections(experiment, name)
+        if checkpoint_path is None:
+            _require_some_head(experiment)
     target = stages.load_target(experiment)
     head = _head(experiment, target, checkpoint_path) if chosen.needs_head else None
     try:
@@ -173,8 +175,15 @@ def _law(experiment: Experiment, temperature: float | None) -> Law:
             return SamplingLaw(temperature)
         except ValueError as error:
             raise UserError(f"--temperature: {error}") from None
-    law = None if experiment.evaluate is None else experiment.evaluate.law
-    return law or SamplingLaw()
+    return SamplingLaw() if experiment.evaluate is None else next(iter(experiment.evaluate.by_law.values()))
+
+
+def _require_sections(experiment: Experiment, name: str) -> None:
+    if experiment.lacks():
+        raise UserError(
+            f"evaluate.methods.{name}: needs a trained head, and the experiment has no "
+            f"{', no '.join(experiment.lacks())}; add the sections it was trained with, or choose --method {VANILLA}"
+        )
 
 
 def _require_some_head(experiment: Experiment) -> None:
@@ -189,6 +198,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
         path = Work.of(experiment, target, stages.build_data(experiment, target, answer=False)).draft
         if not path.is_file():
             raise _no_head(path)
+    assert experiment.model is not None
     source, draft = experiment.model.features, experiment.model.draft
     checkpoint.restore(path, target, source, draft)
     return Head(source.to(target.device).eval(), draft.to(target.device).eval())

@@ -35,6 +35,7 @@ class Work:
 
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
+        assert experiment.model is not None
         start = experiment.model.start
         begun = [] if start is None else [checkpoint.content_hash(start)]
         parts = (target.spec.weights_hash, data.hash, *begun)

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from eagle3_lab.intervals import Interval
-from eagle3_lab.report.table import (
-    Answered,
-    ClosingTable,
-    MethodResult,
-    OnePass,
-    as_json,
-    as_markdown,
-    as_text,
-    method_result,
-)
+from eagle3_lab.report.results import Answered, ClosingTable, MethodResult, OnePass, method_result
+from eagle3_lab.report.table import as_json, as_markdown, as_text
 from eagle3_lab.types import Decoded, Round
 
 
@@ -58,9 +50,11 @@ def measured() -> ClosingTable:
 def test_a_row_is_measured_by_the_definitions() -> None:
     vanilla, fastest, chain, _ = measured().methods
     assert chain.tau.value == (10 + 4) / 6 and vanilla.tau == Interval(1.0, 1.0, 1.0)
-    assert chain.n_alpha == (5 / 6, 2 / 5, 1 / 2) and chain.histogram == (1, 3, 1, 1)
+    assert [alpha.value for alpha in chain.n_alpha] == [5 / 6, 2 / 5, 1 / 2] and chain.histogram == (1, 3, 1, 1)
+    assert [share.value for share in chain.accepted] == [1 / 6, 3 / 6, 1 / 6, 1 / 6]
     assert chain.engine_tau == 8 / 6 + 1
-    assert (chain.prompts, chain.tokens, chain.looping, chain.tau_tidy) == (2, 16, 0.0, 14 / 6)
+    assert (chain.prompts, chain.tokens, chain.looping) == (2, 16, Interval(0.0, 0.0, 0.0))
+    assert chain.tau_tidy == chain.tau
     assert chain.tokens_per_s.value == pytest.approx(16 / 8)
     assert chain.speedup.value == pytest.approx(16 / 8)  # 16 s of vanilla on the same tokens
     assert chain.speedup_fastest.value == pytest.approx(8 / 8)
