@@ -140,7 +140,7 @@ def draw_n_alphas(records: list[Record]) -> Drawing:
         axes = panels[0][j]
         for k, method in enumerate(methods):
             own = _where(records, law=law, method=method)
-            x = [r["n"] + 0.3 * (k / max(len(methods) - 1, 1) - 0.5) for r in own]
+            x = [r["n"] + 0.3 * ((k + 0.5) / len(methods) - 0.5) for r in own]
             mark = {"color": _colour(k), "marker": MARKS[k % len(MARKS)], "markersize": 4, "linewidth": 1}
             axes.plot(x, [r["value"] for r in own], label=method, **mark)
             _errors(axes, x, own, colour=_colour(k))
@@ -184,19 +184,18 @@ def draw_times(records: list[Record]) -> Drawing:
             before = [a + b for a, b in zip(before, spent, strict=True)]
         wall = [r["value"] for r in own]
         axes.errorbar(wall, y, xerr=_bounds(own), fmt="k|", markersize=9, capsize=3, linewidth=1, label="wall")
-        axes.set_yticks(range(len(methods)), methods if j == 0 else [""] * len(methods))
-        axes.invert_yaxis()
-        axes.set(xlabel="ms a token", title=law)
+        axes.set_yticks(range(len(methods)), methods)
+        axes.set(xlabel="ms a token", title=law, ylim=(len(methods) - 0.5, -0.5))
     return _finished(drawing, panels, len(STAGES) + 1)
 
 
 def _panels(rows: Sequence[str], columns: Sequence[str], size: tuple[float, float]) -> tuple[Drawing, list[list[Axes]]]:
-    """``size``: inches of one panel."""
+    """``size``: inches of one panel. All panels share x, those of a row share y."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # tells that it reads fonts, the first time
     from matplotlib.figure import Figure as Drawing
 
     drawing = Drawing((size[0] * len(columns), size[1] * len(rows) + 0.6), layout="constrained")
-    found = drawing.subplots(len(rows), len(columns), squeeze=False)
+    found = drawing.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey="row")
     return drawing, [list(row) for row in found]
 
 
