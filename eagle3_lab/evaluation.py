@@ -57,13 +57,16 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if VANILLA in self.methods:
-            raise ValueError(f"evaluate.methods: {VANILLA!r} always runs; leave it out")
+        for name in self.methods:
+            if name.split()[:1] == [VANILLA]:
+                raise ValueError(
+                    f"evaluate.methods: {name!r}: {VANILLA} always runs; leave it out, or choose another name"
+                )
         names = [task.name for task in self.tasks]
-        if not names or len(set(names)) < len(names) or MEAN in names:
-            raise ValueError(
-                f"evaluate.tasks must be at least one, each of a name of its own, none called {MEAN!r}, got {names}"
-            )
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"evaluate.tasks must be at least one, each of a name of its own, got {names}")
+        if MEAN in names:
+            raise ValueError(f"evaluate.tasks: {MEAN!r} is the mean over tasks in every table; choose another name")
         if self.laws is not None and not self.laws:
             raise ValueError("evaluate.laws must be at least one, by name, or null, got none")
         for key, found in (("tasks", names), ("laws", self.by_law), ("methods", self.methods)):

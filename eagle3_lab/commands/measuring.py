@@ -76,7 +76,8 @@ def decode_methods(
     it did is tagged and noted."""
     evaluation = experiment.evaluate
     assert evaluation is not None
-    contestants = _contestants(experiment, evaluation, target, head)
+    plain = _baselines(experiment, evaluation, target)
+    contestants = plain + [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
     asked = questions(evaluation, held_out)
     left = [prompt for place, prompt in asked.items() if place not in journal.known]
     earlier, before = len(asked) - len(left), journal.processes
@@ -84,7 +85,7 @@ def decode_methods(
     if earlier:
         by = "an earlier process" if before == 1 else f"{before} earlier processes"
         notes.append(f"resumed: {earlier} of {len(asked)} prompts were answered and timed by {by}")
-        print(f"evaluation: {notes[0]}", file=sys.stderr)
+        print(f"evaluation: {notes[0]}; to measure all anew, remove {journal.path}", file=sys.stderr)
     run.set_tags({"evaluation_resumed": f"{earlier} of {len(asked)} prompts" if earlier else "false"})
     if left:
         journal.begin(run.id)
@@ -93,18 +94,17 @@ def decode_methods(
         turns = measure(
             contestants, evaluation, held_out, lambda turn: s.advance(1, tokens=len(turn.decoded.tokens)), journal
         )
-    rows, overall = _results(contestants, turns, torch.Generator().manual_seed(experiment.seed))
+    rows, overall = _results(contestants, len(plain), turns, torch.Generator().manual_seed(experiment.seed))
     return Measured(tuple(rows), tuple(overall), tuple(notes))
 
 
-def _contestants(
-    experiment: Experiment, evaluation: Evaluation, target: HFTarget, head: Head | None
-) -> list[Contestant]:
+def _baselines(experiment: Experiment, evaluation: Evaluation, target: HFTarget) -> list[Contestant]:
+    """Vanilla in the target's dtype, and in the other one."""
     found = [Contestant(VANILLA, Vanilla(), target)]
     other = evaluation.other_dtype
     if other is not None and other != target.dtype:
         found.append(Contestant(f"{VANILLA} {_name(other)}", Vanilla(), experiment.target.load(other)))
-    return found + [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
@@ -114,12 +114,15 @@ Cells = dict[tuple[str, str], list[Answered]]
 
 
 def _results(
-    contestants: Sequence[Contestant], turns: dict[str, list[Turn]], draw: torch.Generator
+    contestants: Sequence[Contestant], baselines: int, turns: dict[str, list[Turn]], draw: torch.Generator
 ) -> tuple[list[MethodResult], list[Overall]]:
+    """``baselines``: so many contestants, the first ones, are vanilla, each in a dtype of its own."""
     cells = {name: _by_cell(made) for name, made in turns.items()}
     places = list(cells[contestants[0].name])
     laws, tasks = list(dict.fromkeys(law for law, _ in places)), list(dict.fromkeys(task for _, task in places))
-    plain = [c.name for c in contestants if isinstance(c.method, Vanilla)]
+    plain = [c.name for c in contestants[:baselines]]
+    shown = {c.name: VANILLA if c.name in plain else c.name for c in contestants}
+    base = {c.name: c.name if c.name in plain else VANILLA for c in contestants}
     rows: list[MethodResult] = []
     overall: list[Overall] = []
     for law in laws:
@@ -127,15 +130,13 @@ def _results(
         own: dict[str, list[MethodResult]] = {c.name: [] for c in contestants}
         for task in tasks:
             for c in contestants:
-                made, base, best = (cells[name][law, task] for name in (c.name, _base(c), fastest))
+                sides = (cells[name][law, task] for name in (c.name, base[c.name], fastest))
                 row = method_result(
-                    VANILLA if isinstance(c.method, Vanilla) else c.name,
+                    shown[c.name],
                     _name(c.target.dtype),
-                    made,
-                    base,
-                    best,
-                    c.method.levels,
-                    draw,
+                    *sides,
+                    depth=c.method.levels,
+                    generator=draw,
                     law=law,
                     task=task,
                 )
@@ -143,14 +144,10 @@ def _results(
                 rows.append(row)
         if len(tasks) > 1:
             for c in contestants:
-                made, base, best = ([cells[name][law, task] for task in tasks] for name in (c.name, _base(c), fastest))
-                overall.append(overall_result(own[c.name], made, base, best, draw))
+                names = (c.name, base[c.name], fastest)
+                sides = ([cells[name][law, task] for task in tasks] for name in names)
+                overall.append(overall_result(own[c.name], *sides, generator=draw))
     return rows, overall
-
-
-def _base(contestant: Contestant) -> str:
-    """The name of vanilla in the same dtype."""
-    return contestant.name if isinstance(contestant.method, Vanilla) else VANILLA
 
 
 def _by_cell(turns: Sequence[Turn]) -> Cells:

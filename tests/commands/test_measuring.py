@@ -39,7 +39,7 @@ evaluate:
     itself: {{class_path: DraftLM, init_args: {{target: {{model: {target}}}, length: 2, adaptive: false}}}}
 tracking: {{folder: {folder}/mlruns}}
 """
-LINES = 2 * 3  # laws times methods: answers to one turn
+ANSWERS = (2 + 2 * 2) * 2 * 3  # turns, laws, methods
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def measured(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> tuple[B
 
 
 def make_plain(tiny: TinyLab, folder: Path) -> Bench:
-    """Two prompts of one turn, and one of two turns."""
+    """Two prompts of one turn, and two of two turns."""
     (folder / "short.jsonl").write_text('{"turns": ["abc abc"]}\n{"turns": ["dd ee dd"]}\n')
-    (folder / "turns.jsonl").write_text('{"turns": ["a", "and then"]}\n')
+    (folder / "turns.jsonl").write_text('{"turns": ["a", "and then"]}\n{"turns": ["e f", "g"]}\n')
     yaml = folder / "plain.yaml"
     yaml.write_text(EXPERIMENT.format(target=tiny.target, folder=folder))
     return Bench(yaml, folder / "mlruns")
@@ -83,7 +83,7 @@ def runs(bench: Bench) -> tuple[list[StoredRun], list[StoredRun]]:
 def test_every_method_is_measured_on_every_task_under_every_law(measured: tuple[Bench, Ran, dict[str, Any]]) -> None:
     _, ran, table = measured
     assert ran.complaints == []
-    assert f"evaluation: {4 * LINES} answers in" in ran.err
+    assert f"evaluation: {ANSWERS} answers in" in ran.err
     places = {(row["law"], row["task"], row["name"]) for row in table["methods"]}
     names = ("vanilla", "pld", "itself")
     assert places == {(law, task, name) for law in ("T0", "T1") for task in ("short", "turns") for name in names}
@@ -97,7 +97,7 @@ def test_greedy_answers_are_vanillas_and_drawn_ones_are_drawn(measured: tuple[Be
     file = client(bench).download_artifacts(parent.info.run_id, "answers.jsonl", str(bench.yaml.parent))
     told = [json.loads(line) for line in Path(file).read_text().splitlines()][1:]
     said = {(t["law"], t["task"], t["prompt"]): t["answers"] for t in told}
-    assert len(said) == 2 * 3
+    assert len(said) == 4 * 2
     for (law, _, _), answers in said.items():
         texts = {name: [turn["tokens"] for turn in turns] for name, turns in answers.items()}
         if law == "T0":
@@ -148,6 +148,19 @@ def test_one_task_under_one_law_closes_as_plainly_as_ever(plain: Bench) -> None:
     ((run,), children) = runs(plain)
     assert run.data.metrics["eval/itself/tau"] > 1
     assert children[0].data.metrics["T0/one/tau"] == run.data.metrics["eval/itself/tau"]
+
+
+def test_plain_decoding_under_a_name_of_its_own_is_a_method_like_any_other(plain: Bench) -> None:
+    words = ("--evaluate.laws", "null", "--evaluate.methods", "{again: Vanilla}", "--evaluate.other_dtype", "float64")
+    ran = plain.run("evaluate", *words, "--json", str(plain.yaml.with_name("table.json")))
+    assert (ran.code, ran.complaints) == (0, [])
+    table = json.loads(plain.yaml.with_name("table.json").read_text())
+    rows = [(row["name"], row["dtype"]) for row in table["methods"] if row["task"] == "short"]
+    assert rows == [("vanilla", "float32"), ("vanilla", "float64"), ("again", "float32")]
+    (again,) = [o for o in table["overall"] if o["name"] == "again"]
+    assert again["tau"]["value"] == 1 and again["speedup"]["value"] != 1
+    best = [o["speedup_fastest"]["value"] for o in table["overall"] if o["name"] == "vanilla"]
+    assert 1 in best, "the fastest vanilla is a vanilla, however fast the method"
 
 
 # ----------------------------------------------------------------------------------------------------------- the store
@@ -220,16 +233,16 @@ def test_an_interrupted_evaluation_goes_on_in_its_run_with_answers_and_seconds_k
     words = ("--json", str(plain.yaml.with_name("table.json")))
     again = plain.run("evaluate", *words)
     assert again.code == 0
-    note = "resumed: 2 of 6 prompts were answered and timed by an earlier process"
+    note = "resumed: 2 of 8 prompts were answered and timed by an earlier process"
     assert f"evaluation: {note}" in again.err
     assert f"note: {note}" in again.out
-    assert "evaluation: 18 answers in" in again.err  # of four prompts, two of them of two turns, three methods
+    assert f"evaluation: {ANSWERS - 2 * 3} answers in" in again.err
     ((run,), children) = runs(plain)
-    assert (run.info.status, run.data.tags["evaluation_resumed"], len(children)) == ("FINISHED", "2 of 6 prompts", 3)
+    assert (run.info.status, run.data.tags["evaluation_resumed"], len(children)) == ("FINISHED", "2 of 8 prompts", 3)
     file = client(plain).download_artifacts(run.info.run_id, "answers.jsonl", str(plain.yaml.parent))
     lines = Path(file).read_text().splitlines()
     assert lines[:3] == kept.splitlines(), "earlier answers and seconds are kept as they were"
-    assert len(lines) == 3 + 1 + 4
+    assert len(lines) == 3 + 1 + 6
     assert not list((plain.folder / "work").iterdir()), "an evaluation that is over leaves nothing to go on from"
 
     table = json.loads(plain.yaml.with_name("table.json").read_text())
@@ -321,7 +334,8 @@ def test_what_is_not_there_costs_one_line(plain: Bench, tmp_path: Path) -> None:
         ("evaluate", ("--evaluate.tasks.0.path", str(tmp_path / "none.jsonl")), "no file"),
         ("evaluate", ("--evaluate.laws", "{}"), "evaluate.laws must be at least one, by name, or null, got none"),
         ("evaluate", ("--evaluate.laws", "{T=0: SamplingLaw}"), "evaluate.laws: a name is letters, digits"),
-        ("evaluate", ("--evaluate.tasks.0.name", "mean"), "none called 'mean', got ['mean', 'turns']"),
+        ("evaluate", ("--evaluate.tasks.0.name", "mean"), "evaluate.tasks: 'mean' is the mean over tasks"),
+        ("evaluate", ("--evaluate.methods", "{vanilla: Vanilla}"), "evaluate.methods: 'vanilla': vanilla always runs"),
         ("evaluate", ("--evaluate.laws.T1.temperature", "-1"), "temperature must be finite and >= 0, got -1.0"),
         ("generate", ("hi", "--evaluate.methods", chain), "evaluate.methods.chain: needs a trained head, and the"),
     ):
