@@ -1,14 +1,16 @@
 """Measuring methods by decoding: the same target, the same prompts, one process, vanilla interleaved.
 
-Every method answers every prompt, turn by turn, in an order that rotates from prompt to prompt, so that a machine that
-slows down slows all of them. A short answer of each method warms it up outside the clock. Seconds are wall time of
-decoding (prefill included), device synchronised; making the draft's tokens is part of it, reading text is not.
+Every method answers every prompt under every law, turn by turn, in an order that rotates from prompt to prompt, so that
+a machine that slows down slows all of them. A short answer of each method under each law warms it up outside the clock.
+Seconds are wall time of decoding (prefill included), device synchronised; making the draft's tokens is part of it,
+reading text is not.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +23,14 @@ from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
+from eagle3_lab.journal import Answers, Journal, Place, Turn
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
 
 WARM_UP_TOKENS = 8
+NAME = re.compile(r"\w[\w. -]*")  # a part of a metric's name in the run store
+MEAN = "mean"
+VANILLA = "vanilla"
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Evaluation:
         tasks: where the prompts come from.
         methods: name -> method; plain decoding always runs beside them, as ``vanilla``.
         max_new_tokens: longest answer, a turn.
-        law: penalties, temperature and filters, the same for every method; null is greedy.
+        laws: name -> penalties, temperature and filters, the same for every method; each is measured on every task;
+            null is greedy alone, as ``T0``.
         other_dtype: also run vanilla in this dtype, for the fastest baseline; null: not.
         seed: of the draws at temperature > 0.
     """
@@ -43,21 +50,42 @@ class Evaluation:
     tasks: list[Task]
     methods: dict[str, Method]
     max_new_tokens: int = 128
-    law: Law | None = None
+    laws: dict[str, Law] | None = None
     other_dtype: torch.dtype | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if VANILLA in self.methods:
-            raise ValueError(f"evaluate.methods: {VANILLA!r} always runs; leave it out")
+        for name in self.methods:
+            if name.split()[:1] == [VANILLA]:
+                raise ValueError(
+                    f"evaluate.methods: {name!r}: {VANILLA} always runs; leave it out, or choose another name"
+                )
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"evaluate.tasks must be at least one, each of a name of its own, got {names}")
+        if MEAN in names:
+            raise ValueError(f"evaluate.tasks: {MEAN!r} is the mean over tasks in every table; choose another name")
+        if self.laws is not None and not self.laws:
+            raise ValueError("evaluate.laws must be at least one, by name, or null, got none")
+        for key, found in (("tasks", names), ("laws", self.by_law), ("methods", self.methods)):
+            _require_names(key, found)
+
+    @property
+    def by_law(self) -> dict[str, Law]:
+        """The laws by name, the default's included."""
+        return {"T0": SamplingLaw()} if self.laws is None else self.laws
 
 
-VANILLA = "vanilla"
+def _require_names(key: str, names: Iterable[str]) -> None:
+    """Told when the YAML is read, not by the run store after hours of measuring."""
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ValueError(
+                f"evaluate.{key}: a name is letters, digits, '_', '-', '.' and spaces, a letter or digit first, got "
+                f"{name!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,70 +98,94 @@ class Contestant:
     head: Head | None = None
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One answered turn: which task and prompt, what was decoded, and how long decoding took, in seconds of wall
-    time."""
-
-    task: str
-    prompt: str
-    turn: int
-    decoded: Decoded
-    seconds: float
-
-
 def measure(
     contestants: Sequence[Contestant],
     evaluation: Evaluation,
     held_out: Sequence[Prompt] | None,
     on_turn: Callable[[Turn], None] = lambda turn: None,
+    journal: Journal | None = None,
 ) -> dict[str, list[Turn]]:
-    """Let every contestant answer every prompt; the turns of each by its name, in one order.
+    """Let every contestant answer every prompt under every law; the turns of each by its name, in one order.
+
+    Args:
+        contestants: who answers.
+        evaluation: what is asked, and how it is answered.
+        held_out: prompts of the data, for the task of that name.
+        on_turn: told each turn that is answered now.
+        journal: keeps every prompt's answers as they are made; what it knows is not asked again.
 
     Raises:
-        UserError: a prompt longer than the context, a task that cannot be read, a method without its head.
+        UserError: a prompt longer than the context, a task that cannot be read, a method without its head, a journal
+            that cannot be written.
     """
-    players = {c.name: _Player(c, evaluation) for c in contestants}
-    asked = _asked(evaluation, held_out)
-    for player in players.values():
-        player.warm_up(*asked[0])
-    turns: dict[str, list[Turn]] = {name: [] for name in players}
-    for i, (task, prompt) in enumerate(asked):
-        names = list(players)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            for turn in players[name].answer(task, prompt, evaluation.seed + i):
-                turns[name].append(turn)
-                on_turn(turn)
+    asked = questions(evaluation, held_out)
+    known = {} if journal is None else journal.known
+    turns: dict[str, list[Turn]] = {c.name: [] for c in contestants}
+    players = [_Player(c, evaluation) for c in contestants]
+    if any(place not in known for place in asked):
+        for player in players:
+            player.warm_up(*next(iter(asked.items())))
+    laws = list(evaluation.by_law)
+    for i, (place, prompt) in enumerate(asked.items()):
+        number = i // len(laws)  # of the prompt over all tasks: its draws have one seed under every law
+        answers = known.get(place)
+        if answers is None:
+            first = (number + laws.index(place.law)) % len(players)
+            answers = _answer(players[first:] + players[:first], place, prompt, evaluation.seed + number, on_turn)
+            if journal is not None:
+                journal.add(place, answers)
+        for name, made in turns.items():
+            made += answers[name]
     return turns
 
 
-def check(evaluation: Evaluation, target: HFTarget, head: Head, held_out: Sequence[Prompt] | None) -> None:
+def _answer(
+    players: Sequence[_Player], place: Place, prompt: Prompt, seed: int, on_turn: Callable[[Turn], None]
+) -> Answers:
+    answers: Answers = {}
+    for player in players:
+        answers[player.name] = []
+        for turn in player.answer(place, prompt, seed):
+            answers[player.name].append(turn)
+            on_turn(turn)
+    return answers
+
+
+def check(evaluation: Evaluation, target: HFTarget, head: Head | None, held_out: Sequence[Prompt] | None) -> None:
     """Refuse what `measure` would refuse, as far as it can be known before ``head`` is trained.
 
     Raises:
-        UserError: a task that cannot be read, a first turn longer than the context, a tree that does not fit the head.
+        UserError: a task that cannot be read, a first turn longer than the context, a tree that does not fit the head,
+            a method that needs a head where there is none.
     """
     for name, method in evaluation.methods.items():
         if method.needs_head:
             _Player(Contestant(name, method, target, head), evaluation)
     vanilla = _Player(Contestant(VANILLA, Vanilla(), target), evaluation)
-    for task, prompt in _asked(evaluation, held_out):
-        vanilla.ids(task, prompt)
+    for place, prompt in questions(evaluation, held_out).items():
+        vanilla.ids(place, prompt)
 
 
-def count_turns(evaluation: Evaluation, held_out: Sequence[Prompt] | None) -> int:
-    """How many turns one contestant answers."""
-    return sum(len(prompt.turns) for _, prompt in _asked(evaluation, held_out))
+def questions(evaluation: Evaluation, held_out: Sequence[Prompt] | None) -> dict[Place, Prompt]:
+    """What one contestant is asked, in the order in which it answers: a prompt under all laws, then the next one.
 
-
-def _asked(evaluation: Evaluation, held_out: Sequence[Prompt] | None) -> list[tuple[str, Prompt]]:
-    return [(task.name, prompt) for task in evaluation.tasks for prompt in task.prompts(held_out)]
+    Raises:
+        UserError: a task that cannot be read.
+    """
+    asked = [(task.name, list(enumerate(task.prompts(held_out)))) for task in evaluation.tasks]
+    return {
+        Place(law, task, number): prompt
+        for task, prompts in asked
+        for number, prompt in prompts
+        for law in evaluation.by_law
+    }
 
 
 class _Player:
     """A contestant with its proposer made, and the chat of its target."""
 
     def __init__(self, contestant: Contestant, evaluation: Evaluation) -> None:
+        self.name = contestant.name
         self._target = contestant.target
         try:
             self._proposer: Proposer = contestant.method.proposer(self._target.spec, contestant.head)
@@ -141,55 +193,55 @@ class _Player:
             raise UserError(f"evaluate.methods.{contestant.name}: {error}") from None
         self._chat = Chat(self._target.tokenizer)
         self._verifier: Verifier = ExactVerifier()
-        self._law = evaluation.law or SamplingLaw()
         self._evaluation = evaluation
 
-    def ids(self, task: str, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:
+    def ids(self, place: Place, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:
         """The prompt behind the answers it has so far. Raises UserError where that fills the context."""
         ids, room = self._chat.prompt_ids(prompt.messages(said)), self._target.spec.max_positions
         if len(ids) >= room:
             raise UserError(
-                f"task {task}: turn {len(said)} of prompt {prompt.id} has {len(ids)} tokens, which leaves no room for "
-                f"an answer in {self._target.spec.name}'s context of {room}; leave the prompt out"
+                f"task {place.task}: turn {len(said)} of prompt {prompt.id} has {len(ids)} tokens, which leaves no "
+                f"room for an answer in {self._target.spec.name}'s context of {room}; leave the prompt out"
             )
         return ids
 
-    def warm_up(self, task: str, prompt: Prompt) -> None:
-        """One short answer, for memory, caches and lazy kernels."""
-        self._decode(self.ids(task, prompt), WARM_UP_TOKENS, seed=0)
+    def warm_up(self, place: Place, prompt: Prompt) -> None:
+        """One short answer under each law, for memory, caches and lazy kernels."""
+        for law in self._evaluation.by_law.values():
+            self._decode(law, self.ids(place, prompt), WARM_UP_TOKENS, seed=0)
 
-    def answer(self, task: str, prompt: Prompt, seed: int) -> list[Turn]:
+    def answer(self, place: Place, prompt: Prompt, seed: int) -> Iterator[Turn]:
         """All turns of one prompt; the method's own earlier answers are its context."""
+        law = self._evaluation.by_law[place.law]
         said: list[str] = []
-        turns = []
         for number in range(len(prompt.turns)):
-            ids = self.ids(task, prompt, said)
-            decoded, seconds = self._decode(ids, self._evaluation.max_new_tokens, seed)
-            turns.append(Turn(task, prompt.id, number, decoded, seconds))
+            ids = self.ids(place, prompt, said)
+            decoded, seconds = self._decode(law, ids, self._evaluation.max_new_tokens, seed)
+            yield Turn(place, number, decoded, seconds)
             said.append(self._text(decoded))
-        return turns
 
-    def _decode(self, ids: Sequence[int], limit: int, seed: int) -> tuple[Decoded, float]:
+    def _decode(self, law: Law, ids: Sequence[int], limit: int, seed: int) -> tuple[Decoded, float]:
         spec, device = self._target.spec, self._target.device
         limit = min(limit, self._evaluation.max_new_tokens)
         capacity = len(ids) + limit + self._proposer.nodes + 1
         session = self._target.open(1, capacity, self._proposer.needs | Needs(logits=True))
+        prompt, length = torch.tensor([list(ids)], device=device), torch.tensor([len(ids)], device=device)
         watch = Stopwatch(device)
-        began = time.perf_counter()
+        began = _now(device)
         (decoded,) = decode(
             session,
             self._proposer,
-            self._law,
+            law,
             self._verifier,
-            torch.tensor([list(ids)], device=device),
-            torch.tensor([len(ids)], device=device),
+            prompt,
+            length,
             max_new_tokens=limit,
             end_tokens=spec.end_tokens,
             context_limit=spec.max_positions,
             generators=[torch.Generator().manual_seed(seed)],
             clock=watch,
         )
-        return decoded, time.perf_counter() - began
+        return decoded, _now(device) - began
 
     def _text(self, decoded: Decoded) -> str:
         ends = self._target.spec.end_tokens
@@ -197,3 +249,10 @@ class _Player:
         text = self._target.tokenizer.decode(tokens)
         assert isinstance(text, str)
         return text
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done all that was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

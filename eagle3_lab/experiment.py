@@ -49,6 +49,9 @@ MEASURED = ("answers", "evaluate", "judged_depth")
 class Experiment:
     """What is run. Built by :func:`eagle3_lab.load` or by the command line.
 
+    An experiment that trains nothing needs ``target`` and ``evaluate`` alone, and ``data`` where it asks held-out
+    prompts.
+
     Args:
         name: of the experiment; runs of one name are compared in one MLflow experiment.
         target: the model to make faster.
@@ -70,10 +73,10 @@ class Experiment:
 
     name: str
     target: TargetChoice
-    data: ConversationData
-    model: Model
-    optimizer: Optimization
-    trainer: Training
+    data: ConversationData | None = None
+    model: Model | None = None
+    optimizer: Optimization | None = None
+    trainer: Training | None = None
     answers: Answers | None = None
     features: Features | None = None
     evaluate: Evaluation | None = None
@@ -92,6 +95,20 @@ class Experiment:
             raise ValueError(f"name must be usable as a folder's name (no / and no line break), got {self.name!r}")
         if self.judged_depth < 1:
             raise ValueError(f"judged_depth must be >= 1, got {self.judged_depth}")
+
+    def lacks(self) -> list[str]:
+        """The sections without which no head can be trained, as far as they are missing."""
+        needed = {"data": self.data, "model": self.model, "optimizer": self.optimizer, "trainer": self.trainer}
+        return [key for key, section in needed.items() if section is None]
+
+    def require_training(self, verb: str) -> tuple[ConversationData, Model, Optimization, Training]:
+        """The sections that a head is trained with. Raises UserError where one is missing, which ``verb`` needs."""
+        data, model, optimizer, trainer = self.data, self.model, self.optimizer, self.trainer
+        if data is None or model is None or optimizer is None or trainer is None:
+            raise UserError(
+                f"{verb}: the experiment has no {', no '.join(self.lacks())}; add what a head is trained with"
+            )
+        return data, model, optimizer, trainer
 
     def named_tracking(self) -> Tracking:
         """Where runs are kept; a run without a name of its own is called by the experiment's."""

@@ -31,31 +31,63 @@ class Interval:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def _bootstrap(
+RESAMPLES, LEVEL = 10_000, 0.95
+
+
+def _resampled(
     columns: Sequence[Column],
-    statistic: Callable[[Float[Tensor, "K R"]], Float[Tensor, " R"]],
+    statistic: Callable[[Float[Tensor, "K R"]], Float[Tensor, "S R"]],
     generator: torch.Generator,
-    resamples: int = 10_000,
-    level: float = 0.95,
-) -> Interval:
-    """Percentile bootstrap over prompts of a statistic of pooled sums. ``columns`` [K][P]: K numbers a prompt."""
+) -> tuple[Float[Tensor, " S"], Float[Tensor, "S R"]]:
+    """S statistics of pooled sums over prompts, and their values in resamples of the prompts, the same ones for all S.
+    ``columns`` [K][P]: K numbers a prompt. NaN where there is no prompt."""
     table = torch.tensor(columns, dtype=torch.float64)
     prompts = table.shape[1]
     if prompts == 0:
-        return Interval(math.nan, math.nan, math.nan)
+        nothing = statistic(torch.full((table.shape[0], 1), math.nan, dtype=torch.float64))
+        return nothing[:, 0], nothing
     drawn = []
-    for start in range(0, resamples, 1000):  # bounds memory
-        pick = torch.randint(prompts, (min(1000, resamples - start), prompts), generator=generator)
+    for start in range(0, RESAMPLES, 1000):  # bounds memory
+        pick = torch.randint(prompts, (min(1000, RESAMPLES - start), prompts), generator=generator)
         drawn.append(statistic(table[:, pick].sum(-1)))
-    tail = torch.tensor(((1 - level) / 2, (1 + level) / 2), dtype=torch.float64)
-    low, high = torch.nanquantile(torch.cat(drawn), tail).tolist()
-    return Interval(statistic(table.sum(-1, keepdim=True)).item(), low, high)
+    return statistic(table.sum(-1, keepdim=True))[:, 0], torch.cat(drawn, 1)
+
+
+def _intervals(values: Float[Tensor, " S"], drawn: Float[Tensor, "S R"]) -> list[Interval]:
+    """Percentiles of the resamples that have a value."""
+    tail = torch.tensor(((1 - LEVEL) / 2, (1 + LEVEL) / 2), dtype=torch.float64)
+    low, high = torch.nanquantile(drawn, tail, dim=1).tolist()
+    return [Interval(*bounds) for bounds in zip(values.tolist(), low, high, strict=True)]
+
+
+def ratio_intervals(
+    numerators: Sequence[Column], denominators: Sequence[Column], generator: torch.Generator
+) -> list[Interval]:
+    """Several ratios of sums over the same prompts, each with its 95 % bootstrap interval; the prompts are resampled
+    once for all. ``numerators`` and ``denominators`` [S][P]: S numbers a prompt.
+
+    Raises: ValueError where they are not equally many.
+    """
+    if len(numerators) != len(denominators):
+        raise ValueError(f"ratios need as many denominators as numerators ({len(numerators)}), got {len(denominators)}")
+    if not numerators:
+        return []
+    return _intervals(*_resampled([*numerators, *denominators], _ratios, generator))
+
+
+def _ratios(sums: Float[Tensor, "K R"]) -> Float[Tensor, "S R"]:
+    half = len(sums) // 2
+    return sums[:half] / sums[half:]
 
 
 def ratio_interval(numerator: Column, denominator: Column, generator: torch.Generator) -> Interval:
     """Ratio of sums over prompts with its 95 % bootstrap interval: tau from (emitted, rounds) a prompt, tokens/s from
     (tokens, seconds) a prompt. ``generator`` is a CPU generator; the same seed gives the same interval."""
-    return _bootstrap((numerator, denominator), lambda sums: sums[0] / sums[1], generator)
+    return ratio_intervals([numerator], [denominator], generator)[0]
+
+
+def _speedup(sums: Float[Tensor, "4 R"]) -> Float[Tensor, "1 R"]:
+    return (sums[0] / sums[1] / (sums[2] / sums[3]))[None]
 
 
 def speedup_interval(
@@ -73,6 +105,47 @@ def speedup_interval(
     Raises: ValueError where the four columns do not hold one number for each prompt.
     """
     columns = (tokens, seconds, base_tokens, base_seconds)
+    _require_equal(columns)
+    return _intervals(*_resampled(columns, _speedup, generator))[0]
+
+
+def _require_equal(columns: Sequence[Column]) -> None:
     if len({len(c) for c in columns}) > 1:
         raise ValueError(f"speed-up needs the same prompts in every column, got {[len(c) for c in columns]}")
-    return _bootstrap(columns, lambda s: (s[0] / s[1]) / (s[2] / s[3]), generator)
+
+
+# ------------------------------------------------------------------------------------------------- means over tasks
+
+
+def mean_ratio_interval(tasks: Sequence[tuple[Column, Column]], generator: torch.Generator) -> Interval:
+    """The unweighted mean over tasks of each task's ratio of sums, as papers' tables have it, with its 95 % bootstrap
+    interval: prompts are resampled within their task. A task is (numerator, denominator); NaN where one has no ratio.
+
+    Raises: ValueError for no task.
+    """
+    return _mean(tasks, _ratios, generator)
+
+
+def mean_speedup_interval(
+    tasks: Sequence[tuple[Column, Column, Column, Column]], generator: torch.Generator
+) -> Interval:
+    """The unweighted mean over tasks of each task's speed-up, with its 95 % bootstrap interval as in
+    `mean_ratio_interval`. A task is the four columns of `speedup_interval`.
+
+    Raises: ValueError for no task, or where a task's columns do not hold one number for each prompt.
+    """
+    for columns in tasks:
+        _require_equal(columns)
+    return _mean(tasks, _speedup, generator)
+
+
+def _mean(
+    tasks: Sequence[Sequence[Column]],
+    statistic: Callable[[Float[Tensor, "K R"]], Float[Tensor, "S R"]],
+    generator: torch.Generator,
+) -> Interval:
+    if not tasks:
+        raise ValueError("a mean over tasks needs at least one task")
+    found = [_resampled(columns, statistic, generator) for columns in tasks]
+    values, drawn = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
+    return _intervals(values, drawn)[0]

@@ -1,4 +1,4 @@
-"""The numbers, defined once: acceptance of rounds, the hit table and its readings, loops.
+"""The numbers, defined once: acceptance of rounds, the hit table and its readings.
 
 A reading of nothing (no round, no anchor, no prompt) is NaN, never a division error and never 0.
 
@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchmetrics import Metric
 
-from eagle3_lab.loops import is_looping
 from eagle3_lab.rows import row_weights, same_document, shift
 from eagle3_lab.types import Decoded, Round
 
@@ -278,25 +277,6 @@ class StepLoss(Metric):
         """A float32 scalar; 0 where nothing weighs."""
         decay = self.decay ** torch.arange(len(self.sums), device=self.sums.device, dtype=torch.float64)
         return (decay * self.sums / self.counts.clamp(min=1)).sum().float()
-
-
-# ---------------------------------------------------------------------------------------------------------- loops
-
-
-@dataclass(frozen=True)
-class Looping:
-    """Share of answers that loop, and tau over all answers and over those that do not loop."""
-
-    share: float
-    tau: float
-    tau_without: float
-
-
-def looping(decoded: Sequence[Decoded]) -> Looping:
-    """Read the loops of a set of decoded answers."""
-    loops = [is_looping(d.tokens) for d in decoded]
-    tidy = [d for d, loop in zip(decoded, loops, strict=True) if not loop]
-    return Looping(ratio(sum(loops), len(loops)), pooled_tau(decoded), pooled_tau(tidy))
 
 
 def pooled_tau(decoded: Sequence[Decoded]) -> float:

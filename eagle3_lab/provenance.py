@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import os
 import platform
 import shlex
@@ -46,6 +47,15 @@ def git_state(folder: Path) -> dict[str, str]:
         return {}
     dirty = bool(_git(folder, "status", "--porcelain"))
     return {"git.commit": commit, "git.dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
+
+
+def source_hash() -> str:
+    """Identity of this package's code, file by file, committed or not."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _git(folder: Path, *arguments: str) -> str:

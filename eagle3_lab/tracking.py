@@ -39,6 +39,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 LONGEST_PARAM = 500
 KINDS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 shows it as one of prompts and traces
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
+METRICS_PER_BATCH = 1000
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,15 @@ class Run:
                 self._client.log_batch(self.id, params=fresh[start : start + PER_BATCH])
 
     def log_metrics(self, values: Mapping[str, int | float], step: int = 0) -> None:
-        """Log scalars of one step in one call. Slashes in names group charts: ``val/tau_walked``. NaN is kept."""
+        """Log scalars of one step in one call (a thousand a call). Slashes in names group charts: ``val/tau_walked``.
+        NaN is kept."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        metrics = [Metric(key, float(value), now, step) for key, value in values.items()]
         with self._writing():
-            self._client.log_batch(self.id, metrics=[Metric(key, float(v), now, step) for key, v in values.items()])
+            for start in range(0, max(len(metrics), 1), METRICS_PER_BATCH):
+                self._client.log_batch(self.id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags: searchable, and shown beside the parameters."""
@@ -141,6 +145,14 @@ class Run:
         parent = {"mlflow.parentRunId": self.id}
         made = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags or {}) | parent)
         return Run(self._client, self.folder, made.info.run_id)
+
+    def continued_child(self, name: str, tags: Mapping[str, str] | None = None) -> Run:
+        """The run of that name that a killed process already nested below this one, or a new one."""
+        below = f"tags.`mlflow.parentRunId` = '{self.id}'"
+        for found in self._client.search_runs([self.experiment_id], below):
+            if found.info.run_name == name:
+                return Run(self._client, self.folder, found.info.run_id)
+        return self.child(name, tags)
 
     def finish(self, status: Status = "FINISHED") -> None:
         """End the run. A process that is killed outright leaves it RUNNING, until it is continued."""

@@ -15,6 +15,7 @@ from tiny import VOCAB, write_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_lab import checkpoint
+from eagle3_lab.__main__ import main
 from eagle3_lab.commands.stages import build_module
 from eagle3_lab.config import build, check, compose
 from eagle3_lab.data.chat import Chat
@@ -29,6 +30,7 @@ from eagle3_lab.types import Batch, TargetSpec
 FOLDER = Path(__file__).parents[1] / "experiments"
 PAPERS = sorted(f"paper/{path.stem}" for path in FOLDER.glob("paper/*.yaml"))
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml")) + PAPERS
+NO_HEAD = ("no_head",)  # measured as they are: nothing in them is trained
 START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
 
 
@@ -102,7 +104,7 @@ def test_an_experiment_says_at_its_head_what_it_is_and_where_its_numbers_come_fr
     assert "arXiv" in head
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_HEAD])
 def test_an_experiment_takes_a_training_step_on_a_tiny_target(
     name: str, make_module: Callable[..., DraftModule], batch: Batch
 ) -> None:
@@ -112,6 +114,18 @@ def test_an_experiment_takes_a_training_step_on_a_tiny_target(
     assert len(steps) == module.unroll.depth
     assert out.judged.any()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", NO_HEAD)
+def test_an_experiment_without_a_head_is_measured_on_a_tiny_target(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--target.model", str(write_target(tmp_path / "target")), "--target.dtype", "float64"]
+    words += ["--evaluate.tasks.0.limit", "1", "--evaluate.max_new_tokens", "6"]
+    assert main(["evaluate", str(FOLDER / f"{name}.yaml"), *words, "--tracking.folder", str(tmp_path / "mlruns")]) == 0
+    said = capsys.readouterr().out
+    assert "T0: method" in said and "T1: method" in said
+    assert "pld, float64" in said
 
 
 def test_hass_differs_from_eagle_in_its_unroll_and_its_losses_alone() -> None:

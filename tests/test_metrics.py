@@ -16,11 +16,10 @@ from eagle3_lab.metrics import (
     find_answers,
     judged_drafts,
     leading_hits,
-    looping,
     walk,
     walk_table,
 )
-from eagle3_lab.types import PADDING, Decoded, Round
+from eagle3_lab.types import PADDING, Round
 
 # -------------------------------------------------------------------------------------------------- hand examples
 
@@ -114,14 +113,6 @@ def test_a_repeated_eight_gram_is_a_loop_from_its_fourth_time() -> None:
     assert not is_looping((7,) * 10)  # three overlapping 8-grams
     assert is_looping((7,) * 11)
     assert not is_looping(())
-
-
-def test_loops_are_shown_as_a_share_and_tau_with_and_without_them() -> None:
-    looped = Decoded((7,) * 11, (Round(3, 3, 4), Round(3, 3, 4)), "length")
-    tidy = Decoded(tuple(range(11)), (Round(2, 1, 2), Round(1, 0, 1)), "end")
-    read = looping([looped, tidy])
-    assert (read.share, read.tau, read.tau_without) == (0.5, 11 / 4, 3 / 2)
-    assert math.isnan(looping([]).share) and math.isnan(looping([looped]).tau_without)
 
 
 # --------------------------------------------------------------------------------------------------- equivalences

@@ -70,7 +70,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Steps 1 and 2 of the README: its class in a module on the path, its line in a copy of the quickstart."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text(next(block for block in blocks("python") if "class LikelyCE" in block))
-    line = blocks("yaml")[0].rstrip("\n")
+    (line,) = (block.rstrip("\n") for block in blocks("yaml") if "mine.LikelyCE" in block)
     quickstart = (ROOT / "experiments/quickstart.yaml").read_text()
     changed = re.sub(r"^  losses: .*$", line, quickstart, flags=re.MULTILINE)
     assert changed != quickstart
@@ -128,6 +128,18 @@ def test_a_new_method_is_trained_and_measured_beside_its_neighbour(
         "model.losses.0",
         "model.losses.0.floor",
     }
+
+
+def test_the_evaluation_that_the_readme_shows_is_one(tmp_path: Path) -> None:
+    from eagle3_lab import load
+    from eagle3_lab.evaluation import Evaluation
+
+    (shown,) = (block for block in blocks("yaml") if block.startswith("evaluate:"))
+    (tmp_path / "shown.yaml").write_text(re.sub(r"^  ", "", shown.partition("\n")[2], flags=re.MULTILINE))
+    evaluation = load(str(tmp_path / "shown.yaml"), into=Evaluation)
+    assert [task.name for task in evaluation.tasks] == ["mt_bench", "gsm8k", "mine"]
+    assert {name: law.temperature for name, law in evaluation.by_law.items()} == {"T0": 0.0, "T1": 1.0}
+    assert evaluation.methods["eagle"].levels == 8
 
 
 def test_files_and_folders_that_the_readme_names_exist() -> None:

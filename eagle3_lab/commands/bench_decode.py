@@ -75,10 +75,11 @@ def bench_decode(
     for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
+    experiment.require_training("bench decode")
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target, answer=False)
     head, trained = _head(experiment, target, data, checkpoint_path)
-    law = evaluation.law or SamplingLaw()
+    law = next(iter(evaluation.by_law.values()))
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
     contestants = _contestants(evaluation, target, head)

@@ -42,16 +42,17 @@ class Setup:
     @staticmethod
     def of(experiment: Experiment, every_row: bool) -> Setup:
         """The experiment's head on the first batch of its data. Raises UserError for a format that is not timed."""
+        _, _, _, trainer = experiment.require_training("bench train")
         target = stages.load_target(experiment)
         data = stages.build_data(experiment, target, answer=False)
         module = stages.build_module(experiment, target, data)
-        products, _ = experiment.trainer.precision(target.device)
+        products, _ = trainer.precision(target.device)
         if products not in DTYPES:
             raise UserError(f"trainer.precision: {products!r} is not timed; one of {', '.join(DTYPES)}")
         batch = next(iter(data.train_dataloader())).to(target.device)
         if every_row:
             batch = replace(batch, supervised=batch.document >= 0)
-        return Setup(module, batch, products, experiment.trainer.options.get("gradient_clip_val"))
+        return Setup(module, batch, products, trainer.options.get("gradient_clip_val"))
 
     def step(self, with_loss: bool = True) -> TimedStep:
         return TimedStep(self.module, self.batch, self.products, self.clip, with_loss)
@@ -179,7 +180,7 @@ def _memory(experiment: Experiment, every_row: bool) -> dict[str, Any]:
             s.advance()
     whole, without = (one.bytes for one in measured)
     told = {"step_bytes": whole, "without_loss_bytes": without, "head_and_loss_bytes": whole - without}
-    return told | {"budget_mib": experiment.model.budget_mib, "method": measured[0].method}
+    return told | {"budget_mib": experiment.require_training("bench train")[1].budget_mib, "method": measured[0].method}
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
     answers are counted where they are made already."""
     sizes = data.manifest()["train"]
     trainer = experiment.trainer
+    assert trainer is not None
     per_epoch = len(data.train_dataloader())
     accumulate = trainer.options.get("accumulate_grad_batches", 1)
     steps = trainer.max_steps
@@ -55,6 +56,7 @@ def _features(experiment: Experiment, module: DraftModule, data: ConversationDat
 
 def _time_step(experiment: Experiment, module: DraftModule, data: ConversationData) -> tuple[float, int]:
     device = next(module.parameters()).device
+    assert experiment.trainer is not None
     precision, _ = experiment.trainer.precision(device)
     batches = iter(data.train_dataloader())
     for _ in range(2):

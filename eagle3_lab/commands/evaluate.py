@@ -1,27 +1,35 @@
-"""`evaluate`: measure a trained head by decoding, beside whatever else the experiment names."""
+"""`evaluate`: measure methods by decoding, a trained head's and those that need none, on any tasks under any laws."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import measuring, stages
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
 from eagle3_lab.commands.work import Work, require_writable
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.tasks import HELD_OUT
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.journal import Journal
 from eagle3_lab.provenance import provenance
 from eagle3_lab.report.table import as_json, as_text
-from eagle3_lab.tracking import open_run
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.tracking import Run, open_run
+from eagle3_lab.train import DraftModule
 
 
 def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None) -> None:
-    """Measure acceptance, length and speed by decoding, in a run of its own.
+    """Measure acceptance, length and speed by decoding, in a run of its own with a run below it for each method.
+
+    Killed, the same evaluation goes on after the last prompt that every method had answered.
 
     Args:
-        experiment: its ``evaluate`` section says what is measured.
+        experiment: its ``evaluate`` section says what is measured. Without ``model`` no head is, and without ``data``
+            no held-out prompts are asked.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
             the experiment's public head as it is.
         json: also write the closing table there, for machines.
@@ -29,29 +37,80 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     Raises:
         UserError: no ``evaluate`` section, no trained head or one of another target, or what `measure` refuses.
     """
-    if experiment.evaluate is None:
-        raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
+    _require_sections(experiment, checkpoint_path)
     require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
-    path = Work.of(experiment, target, data).draft if checkpoint_path is None else checkpoint_path
-    public = None if checkpoint_path is not None or path.is_file() else experiment.model.public
-    if checkpoint_path is None and not path.is_file() and public is None:
+    data = None
+    if experiment.data is not None:
+        data = stages.build_data(experiment, target, answer=experiment.model is not None)
+    path, module = _trained(experiment, target, data, checkpoint_path)
+    head = None if module is None else Head(module.source, module.draft)
+    stages.check_evaluation(experiment, target, data, head)
+    held_out = None if data is None else data.prompts()
+    journal = measuring.open_journal(experiment, target, held_out, path, "evaluate")
+    with _run(experiment, journal, data, path) as run:
+        log_setting(experiment, data, run)
+        hits = None if module is None or data is None else stages.read_held_out(module, data)
+        measured = measuring.decode_methods(experiment, target, head, held_out, run, journal)
+        table = stages.closing_table(experiment, target, measured, hits, run, path)
+        log_closing(experiment, table, run, journal)
+    journal.remove()
+    print(as_text(table), end="")
+    if json is not None:
+        write_text(json, as_json(table))
+
+
+def _require_sections(experiment: Experiment, checkpoint_path: Path | None) -> None:
+    """What can be told from the YAML alone, before a target is loaded."""
+    evaluation = experiment.evaluate
+    if evaluation is None:
+        raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
+    if experiment.model is None:
+        for name, method in evaluation.methods.items():
+            if method.needs_head:
+                raise UserError(
+                    f"evaluate.methods.{name}: needs a trained head, and the experiment has no model; add the sections "
+                    "it was trained with, or leave the method out"
+                )
+        if checkpoint_path is not None:
+            raise UserError(
+                f"--checkpoint-path: {checkpoint_path} holds a head, and the experiment has no model to load it into"
+            )
+    elif lacks := experiment.lacks():
+        raise UserError(
+            f"evaluate: the experiment has a model, but no {', no '.join(lacks)}; add what it was trained with, or "
+            "take the model out and measure methods that need no head"
+        )
+    if experiment.data is None and any(task.name == HELD_OUT and task.path is None for task in evaluation.tasks):
+        raise UserError("task held_out: needs the experiment's data section, whose held-out prompts it asks")
+
+
+def _trained(
+    experiment: Experiment, target: HFTarget, data: ConversationData | None, given: Path | None
+) -> tuple[Path | None, DraftModule | None]:
+    """The experiment's head and where it lies; nothing for an experiment without a model."""
+    if experiment.model is None:
+        return None, None
+    assert data is not None
+    path = Work.of(experiment, target, data).draft if given is None else given
+    public = None if given is not None or path.is_file() else experiment.model.public
+    if given is None and not path.is_file() and public is None:
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
     module = stages.build_module(experiment, target, data)
     if public is None:
         checkpoint.restore(path, target, module.source, module.draft)
     else:
         path = Path(public)  # `build_module` has read it
-    module = module.to(target.device).eval()
-    stages.check_evaluation(experiment, target, data, module)
-    tags = {**provenance(experiment.seed, data.hash), "checkpoint": str(path)}
-    with open_run(experiment.named_tracking(), tags=tags) as run:
-        log_setting(experiment, data, run)
-        hits = stages.read_held_out(module, data)
-        rows = stages.decode_methods(experiment, experiment.evaluate, target, Head(module.source, module.draft), data)
-        table = stages.closing_table(experiment, target, rows, hits, run, path)
-        log_closing(table, run)
-    print(as_text(table), end="")
-    if json is not None:
-        write_text(json, as_json(table))
+    return path, module.to(target.device).eval()
+
+
+def _run(experiment: Experiment, journal: Journal, data: ConversationData | None, path: Path | None) -> Run:
+    """A new run, or that of the killed process that began this evaluation."""
+    tags = provenance(experiment.seed, "none" if data is None else data.hash)
+    tags |= {} if path is None else {"checkpoint": str(path)}
+    try:
+        return open_run(experiment.named_tracking(), journal.run_id, tags)
+    except UserError as error:
+        if journal.run_id is None:
+            raise
+        raise UserError(f"{error}; restore it, or remove {journal.path} for a new run") from None

@@ -24,7 +24,8 @@ def export(experiment: Experiment, *, folder: Path, checkpoint_path: Path | None
     Raises:
         UserError: no trained draft, one that is no language model, or a folder that cannot be written.
     """
-    source, draft = experiment.model.features, experiment.model.draft
+    _, model, _, _ = experiment.require_training("export")
+    source, draft = model.features, model.draft
     if not isinstance(draft, CausalDraft):
         raise UserError(f"export: {type(draft).__name__} reads its target's features and is no model by itself")
     target = stages.load_target(experiment)

@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 
 from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import measuring, stages
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.work import STATE, Work, require_writable
@@ -14,9 +14,11 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.journal import Journal
 from eagle3_lab.progress import stage
 from eagle3_lab.provenance import provenance
-from eagle3_lab.report.table import ClosingTable, as_json, as_markdown, as_text
+from eagle3_lab.report.results import ClosingTable
+from eagle3_lab.report.table import as_json, as_markdown, as_text
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.tracking import Run, open_run
 from eagle3_lab.train import DraftModule
@@ -36,6 +38,11 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     Raises:
         UserError: a mistake in the experiment, its data or its target, or a disk that is full.
     """
+    if lacks := experiment.lacks():
+        raise UserError(
+            f"fit: the experiment has no {', no '.join(lacks)}, and without there is nothing to train; add what is "
+            "missing, or measure what needs no head with `evaluate`"
+        )
     if not dry_run:
         require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
@@ -48,7 +55,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         return
     stages.check_rows(module, data)
     stages.check_features(experiment, target, data, module)
-    stages.check_evaluation(experiment, target, data, module)
+    stages.check_evaluation(experiment, target, data, Head(module.source, module.draft))
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
@@ -98,29 +105,38 @@ def closed(
             s.reused()
         return (work.folder / CLOSING_TEXT).read_text()
     hits = stages.read_held_out(module, data)
-    rows = ()
+    measured, journal = measuring.Measured(), None
     if experiment.evaluate is not None:
-        head = Head(module.source, module.draft)
-        rows = stages.decode_methods(experiment, experiment.evaluate, target, head, data)
-    table = stages.closing_table(experiment, target, rows, hits, run, work.draft)
-    log_closing(table, run)
+        held_out, head = data.prompts(), Head(module.source, module.draft)
+        journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit")
+        measured = measuring.decode_methods(experiment, target, head, held_out, run, journal)
+    table = stages.closing_table(experiment, target, measured, hits, run, work.draft)
+    log_closing(experiment, table, run, journal)
     write_text(work.folder / CLOSING_TEXT, as_text(table))
     write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")
+    if journal is not None:
+        journal.remove()
     return as_text(table)
 
 
-def log_setting(experiment: Experiment, data: ConversationData, run: Run) -> None:
+def log_setting(experiment: Experiment, data: ConversationData | None, run: Run) -> None:
     """What was asked for: parameters, the configuration as a file that runs again, the data's manifest."""
     run.log_params(experiment.choices())
     if experiment.config is not None:
         run.log_text(experiment.config.logged_yaml, "config.yaml")
-    run.log_text(json_module.dumps(data.manifest(), indent=2) + "\n", "data.json")
-    run.log_text(data.summary() + "\n", "data.txt")
+    if data is not None:
+        run.log_text(json_module.dumps(data.manifest(), indent=2) + "\n", "data.json")
+        run.log_text(data.summary() + "\n", "data.txt")
 
 
-def log_closing(table: ClosingTable, run: Run) -> None:
-    """The closing table, as metrics, as the text of the run's page and as files."""
-    run.log_metrics(stages.table_metrics(table))
+def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: Journal | None) -> None:
+    """The closing table, as metrics, as the text of the run's page, as files and as figures; a run below it for each
+    method; and all answers."""
+    run.log_metrics(measuring.table_metrics(table))
     run.describe(as_markdown(table))
     run.log_text(as_text(table), "closing.txt")
     run.log_text(as_json(table), "closing.json")
+    if journal is not None:
+        run.log_text(journal.path.read_text(), "answers.jsonl")
+        measuring.log_children(experiment, table, run)
+        measuring.log_figures(table, run)

@@ -26,6 +26,7 @@ from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.train import Model
 from eagle3_lab.types import Decoded, Law, Needs, Proposer
 
 STOPPED = {"end": "", "length": ", stopped by --max-new-tokens", "context": ", stopped by the end of the context"}
@@ -49,7 +50,7 @@ def generate(
         prompt: what to answer; by default lines are read from stdin, and each answer sees those before it.
         method: a name in ``evaluate.methods``, or ``vanilla``; by default the last one there that needs a head.
         max_new_tokens: longest answer.
-        temperature: 0 is greedy; by default the law of the experiment's ``evaluate``.
+        temperature: 0 is greedy; by default the first law of the experiment's ``evaluate``.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
             the experiment's public head as it is.
     """
@@ -59,8 +60,10 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
-    if chosen.needs_head and checkpoint_path is None and experiment.model.public is None:
-        _require_some_head(experiment)
+    if chosen.needs_head:
+        model = _require_sections(experiment, name)
+        if checkpoint_path is None and model.public is None:
+            _require_some_head(experiment)
     target = stages.load_target(experiment)
     head = _head(experiment, target, checkpoint_path) if chosen.needs_head else None
     try:
@@ -175,8 +178,17 @@ def _law(experiment: Experiment, temperature: float | None) -> Law:
             return SamplingLaw(temperature)
         except ValueError as error:
             raise UserError(f"--temperature: {error}") from None
-    law = None if experiment.evaluate is None else experiment.evaluate.law
-    return law or SamplingLaw()
+    return SamplingLaw() if experiment.evaluate is None else next(iter(experiment.evaluate.by_law.values()))
+
+
+def _require_sections(experiment: Experiment, name: str) -> Model:
+    if experiment.lacks():
+        raise UserError(
+            f"evaluate.methods.{name}: needs a trained head, and the experiment has no "
+            f"{', no '.join(experiment.lacks())}; add the sections it was trained with, or choose --method {VANILLA}"
+        )
+    assert experiment.model is not None
+    return experiment.model
 
 
 def _require_some_head(experiment: Experiment) -> None:
@@ -187,6 +199,7 @@ def _require_some_head(experiment: Experiment) -> None:
 
 
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
+    assert experiment.model is not None and experiment.data is not None
     source, draft, public = experiment.model.features, experiment.model.draft, experiment.model.public
     if path is None:
         path = Work.of(experiment, target, stages.build_data(experiment, target, answer=False)).draft

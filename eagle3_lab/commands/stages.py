@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,23 +15,24 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
+from eagle3_lab.commands.measuring import Measured
 from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.features import Making
 from eagle3_lab.data.kept import FromStore, Reading
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.store import Store
-from eagle3_lab.decode.methods import Head, Vanilla
+from eagle3_lab.decode.methods import Head
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation import VANILLA, Contestant, Evaluation, Turn, check, count_turns, measure
+from eagle3_lab.evaluation import check
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.hits import HitReading, read_hits
 from eagle3_lab.intervals import ratio_interval
 from eagle3_lab.lightning_logger import RunLogger
 from eagle3_lab.progress import stage
-from eagle3_lab.report.table import Answered, ClosingTable, MethodResult, OnePass, method_result
+from eagle3_lab.report.results import ClosingTable, OnePass
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import cache_folder
 from eagle3_lab.tracking import Run, ui_command
@@ -55,11 +56,12 @@ def load_target(experiment: Experiment) -> HFTarget:
 
 def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True) -> ConversationData:
     """The experiment's conversations, and the fresh answers beside them, for this target. ``answer`` False: nothing is
-    made; answers that are not there yet are left out.
+    made; answers that are not there yet are left out. The experiment must have ``data``.
 
     Raises:
         UserError: a template or data that cannot be trained on, or a folder for answers that cannot be written.
     """
+    assert experiment.data is not None
     chat = Chat(target.tokenizer)
     beside: list[Path] = []
     if experiment.answers is not None:
@@ -139,6 +141,7 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
             parts or for another target.
     """
     model = experiment.model
+    assert model is not None and experiment.optimizer is not None
     torch.manual_seed(experiment.seed)
     try:
         _begin(experiment, target, data)
@@ -205,6 +208,7 @@ def train_head(
         require_room(work.folder, module)
     kept = keep_features(experiment, module.target, data, module)
     options = experiment.trainer
+    assert options is not None
     precision, why = work.products(lambda: options.precision(next(module.parameters()).device))
     going_on = work.last if work.last.is_file() else None
     if run is not None:
@@ -273,60 +277,40 @@ def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | N
         return read_hits(module, batches, on_tokens=s.advance)
 
 
-def check_evaluation(experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule) -> None:
+def check_evaluation(
+    experiment: Experiment, target: HFTarget, data: ConversationData | None, head: Head | None
+) -> None:
     """Refuse before training what could not be measured after it. Raises UserError."""
     if experiment.evaluate is not None:
-        check(experiment.evaluate, target, Head(module.source, module.draft), data.prompts())
-
-
-def decode_methods(
-    experiment: Experiment, evaluation: Evaluation, target: HFTarget, head: Head | None, data: ConversationData | None
-) -> tuple[MethodResult, ...]:
-    """Every method's row, vanilla's first."""
-    held_out = None if data is None else data.prompts()
-    contestants = [Contestant(VANILLA, Vanilla(), target)]
-    other = evaluation.other_dtype
-    if other is not None and other != target.dtype:
-        contestants.append(Contestant(f"{VANILLA} {_name(other)}", Vanilla(), experiment.target.load(other)))
-    contestants += [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
-    total = count_turns(evaluation, held_out) * len(contestants)
-    with stage("evaluation", "answers", total, experiment.budgets.get("evaluation")) as s:
-        turns = measure(contestants, evaluation, held_out, lambda turn: s.advance(1, tokens=len(turn.decoded.tokens)))
-    answered = {name: _by_prompt(made) for name, made in turns.items()}
-    fastest = max((c.name for c in contestants if isinstance(c.method, Vanilla)), key=lambda n: _rate(answered[n]))
-    draw = torch.Generator().manual_seed(experiment.seed)
-    rows = []
-    for c in contestants:
-        base = c.name if isinstance(c.method, Vanilla) else VANILLA
-        row = (answered[c.name], answered[base], answered[fastest], c.method.levels)
-        label = VANILLA if isinstance(c.method, Vanilla) else c.name
-        rows.append(method_result(label, _name(c.target.dtype), *row, generator=draw))
-    return tuple(rows)
+        check(experiment.evaluate, target, head, None if data is None else data.prompts())
 
 
 def closing_table(
     experiment: Experiment,
     target: HFTarget,
-    rows: Sequence[MethodResult],
+    measured: Measured,
     hits: HitReading | None,
     run: Run,
-    draft: Path,
+    draft: Path | None,
 ) -> ClosingTable:
-    """Everything a run closes with."""
+    """Everything a run closes with; ``draft`` None: no head was measured."""
     evaluation = experiment.evaluate
-    measured = []
+    said = []
     if evaluation is not None:
         tasks = ", ".join(task.name for task in evaluation.tasks)
-        law = "greedy" if evaluation.law is None else str(evaluation.law)
-        measured = [law, f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer"]
+        laws = evaluation.by_law
+        said = [str(law) if len(laws) == 1 else f"{name}: {law}" for name, law in laws.items()]
+        said.append(f"{tasks}: at most {evaluation.max_new_tokens} tokens an answer")
     return ClosingTable(
-        setting="; ".join([f"{experiment.name}: target {target.spec.name}", machine(target), *measured]),
-        methods=tuple(rows),
+        setting="; ".join([f"{experiment.name}: target {target.spec.name}", machine(target), *said]),
+        methods=measured.rows,
         one_pass=None if hits is None else one_pass(hits, experiment.seed),
         run_id=run.id,
-        checkpoint=str(draft),
+        checkpoint="none" if draft is None else str(draft),
         ui=shlex.join(ui_command(experiment.tracking.folder)),
         page=run.page,
+        overall=measured.overall,
+        notes=measured.notes,
     )
 
 
@@ -348,43 +332,3 @@ def one_pass(hits: HitReading, seed: int) -> OnePass:
         n_alpha_all=tuple(hits.readings[f"step_{n}/n_alpha_all"] for n in range(depth)),
         n_alpha_walked=hits.visited.n_alpha,
     )
-
-
-def table_metrics(table: ClosingTable) -> dict[str, float]:
-    """The closing table as metrics: what the UI compares."""
-    found: dict[str, float] = {}
-    for row in table.methods:
-        name = row.name if row.name != VANILLA else f"{VANILLA}_{row.dtype}"
-        for what, value in (
-            ("tau", row.tau),
-            ("tokens_per_s", row.tokens_per_s),
-            ("speedup", row.speedup),
-            ("speedup_over_fastest", row.speedup_fastest),
-        ):
-            found |= {f"eval/{name}/{what}": value.value}
-            found |= {f"eval/{name}/{what}_low": value.low, f"eval/{name}/{what}_high": value.high}
-        found |= {f"eval/{name}/n_alpha_{n}": alpha for n, alpha in enumerate(row.n_alpha)}
-    if table.one_pass is not None:
-        walked = table.one_pass.tau_walked
-        found |= {"eval/one_pass/tau_expected": table.one_pass.tau_expected, "eval/one_pass/tau_walked": walked.value}
-        found |= {"eval/one_pass/tau_walked_low": walked.low, "eval/one_pass/tau_walked_high": walked.high}
-        both = zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)
-        for n, (every, visited) in enumerate(both):
-            found |= {f"eval/one_pass/n_alpha_{n}_all": every, f"eval/one_pass/n_alpha_{n}_walked": visited}
-    return found
-
-
-def _by_prompt(turns: Sequence[Turn]) -> list[Answered]:
-    """A prompt's turns together, in the order they were asked."""
-    grouped: dict[tuple[str, str], list[Turn]] = {}
-    for turn in turns:
-        grouped.setdefault((turn.task, turn.prompt), []).append(turn)
-    return [Answered(tuple(t.decoded for t in one), sum(t.seconds for t in one)) for one in grouped.values()]
-
-
-def _rate(answered: Sequence[Answered]) -> float:
-    return sum(a.tokens for a in answered) / sum(a.seconds for a in answered)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -37,6 +37,7 @@ class Work:
 
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
+        assert experiment.model is not None
         start, public = experiment.model.start, experiment.model.public
         begun = [] if start is None else [checkpoint.content_hash(start)]
         begun += [] if public is None else [official.content_hash(public)]

@@ -51,6 +51,14 @@ class SamplingLaw(Law):
         self.min_p = min_p
         self.repetition_penalty = repetition_penalty
 
+    def __str__(self) -> str:
+        """What of it is on: "temperature 1, top-p 0.9"."""
+        said = ["greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"]
+        options = {"top-k": self.top_k, "top-p": self.top_p, "min-p": self.min_p}
+        if self.repetition_penalty != 1.0:
+            options["repetition penalty"] = self.repetition_penalty
+        return ", ".join([*said, *(f"{name} {value:g}" for name, value in options.items() if value is not None)])
+
     def probs(self, logits: Float[Tensor, "B N V"], ids: Int[Tensor, "B L"], tree: Tree) -> Float[Tensor, "B N V"]:
         """p of every node; see :meth:`eagle3_lab.types.Law.probs` for what a node's context is."""
         logits = logits if logits.dtype == torch.float64 else logits.float()

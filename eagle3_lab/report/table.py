@@ -1,140 +1,19 @@
 """The closing table: what a run measured, as plain text, as markdown for the run's page, and as JSON.
 
-Four small tables: speed, n-alpha, the histogram of accepted drafts, and where the time went; then where to find more.
+Four small tables a law: speed, n-alpha, the histogram of accepted drafts, and where the time went; then where to find
+more. Where there are several tasks, speed is a table each of speed-up and tau, a column a task and their mean, and the
+other three are over all prompts of all tasks.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
-import torch
-
-from eagle3_lab.intervals import Interval, ratio_interval, speedup_interval
-from eagle3_lab.metrics import Acceptance, looping
-from eagle3_lab.types import Decoded
-
-STAGES = ("prefill", "draft", "verify", "host")
-
-
-@dataclass(frozen=True)
-class MethodResult:
-    """One row: a method under one dtype over all prompts.
-
-    ``tau`` and ``engine_tau`` as in :mod:`eagle3_lab.metrics`; ``tau_tidy`` without the answers that loop, whose share
-    is ``looping``. ``speedup`` over vanilla in the same dtype, ``speedup_fastest`` over the fastest vanilla of this
-    machine. ``histogram[a]`` rounds that accepted a drafts. ``seconds`` of the decoder's clock in all, by stage.
-    """
-
-    name: str
-    dtype: str
-    lossless: bool
-    prompts: int
-    tokens: int
-    tau: Interval
-    tau_tidy: float
-    engine_tau: float
-    looping: float
-    tokens_per_s: Interval
-    speedup: Interval
-    speedup_fastest: Interval
-    n_alpha: tuple[float, ...]
-    histogram: tuple[int, ...]
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class OnePass:
-    """The hit table's two readings on held-out greedy text: all anchors, and visited anchors (with an interval over
-    answers), which is what a chain decoder would give."""
-
-    tau_expected: float
-    tau_walked: Interval
-    n_alpha_all: tuple[float, ...]
-    n_alpha_walked: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ClosingTable:
-    """Everything a run closes with. ``setting`` says on what it was measured (target, device, law, prompts); ``ui`` is
-    the command that shows the store, ``page`` the run's place in it."""
-
-    setting: str
-    methods: tuple[MethodResult, ...]
-    one_pass: OnePass | None
-    run_id: str
-    checkpoint: str
-    ui: str
-    page: str
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One prompt's answers, one for each turn, and the wall seconds of decoding them. Prompts are what the bootstrap
-    resamples."""
-
-    turns: tuple[Decoded, ...]
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all turns, the prefills' included: they were waited for as well."""
-        return sum(len(d.tokens) for d in self.turns)
-
-
-def method_result(
-    name: str,
-    dtype: str,
-    answered: Sequence[Answered],
-    vanilla: Sequence[Answered],
-    fastest: Sequence[Answered],
-    depth: int,
-    generator: torch.Generator,
-    lossless: bool = True,
-) -> MethodResult:
-    """Measure one row from answers to the same prompts, in the same order.
-
-    Args:
-        name: shown in the table.
-        dtype: the target's, under which ``answered`` and ``vanilla`` were made.
-        answered: the method's answers.
-        vanilla: vanilla's in the same dtype.
-        fastest: vanilla's in the dtype in which it is fastest on this machine.
-        depth: how many levels the method drafts (0 for vanilla).
-        generator: of the bootstrap, on the CPU.
-        lossless: the verifier's promise.
-
-    Raises: ValueError where the three do not hold the same number of prompts.
-    """
-    turns = [d for prompt in answered for d in prompt.turns]
-    acceptance, loops = Acceptance.of((r for d in turns for r in d.rounds), depth), looping(turns)
-    rounds = [sum(len(d.rounds) for d in prompt.turns) for prompt in answered]
-    emitted = [sum(r.emitted for d in prompt.turns for r in d.rounds) for prompt in answered]
-    tokens, seconds = _costs(answered)
-    return MethodResult(
-        name=name,
-        dtype=dtype,
-        lossless=lossless,
-        prompts=len(answered),
-        tokens=sum(tokens),
-        tau=ratio_interval(emitted, rounds, generator),
-        tau_tidy=loops.tau_without,
-        engine_tau=acceptance.engine_tau,
-        looping=loops.share,
-        tokens_per_s=ratio_interval(tokens, seconds, generator),
-        speedup=speedup_interval(tokens, seconds, *_costs(vanilla), generator),
-        speedup_fastest=speedup_interval(tokens, seconds, *_costs(fastest), generator),
-        n_alpha=acceptance.n_alpha,
-        histogram=acceptance.histogram,
-        seconds={stage: sum(d.seconds.get(stage, 0.0) for d in turns) for stage in STAGES},
-    )
-
-
-def _costs(answered: Sequence[Answered]) -> tuple[list[int], list[float]]:
-    return [prompt.tokens for prompt in answered], [prompt.seconds for prompt in answered]
-
+from eagle3_lab.intervals import Interval
+from eagle3_lab.report.results import STAGES, ClosingTable, MethodResult, OnePass, Overall
 
 # --------------------------------------------------------------------------------------------------------- shapes
 
@@ -172,26 +51,63 @@ def _plain(value: object) -> object:
 
 
 def _grids(table: ClosingTable) -> list[Grid]:
-    drafting = [m for m in table.methods if m.n_alpha]
-    grids = [_speed(table.methods)]
-    if drafting or table.one_pass:
-        grids.append(_alphas(drafting, table.one_pass))
+    laws = list(table.laws) or [""]
+    grids = []
+    for law in laws:
+        one_pass = table.one_pass if law == laws[0] else None  # it reads greedy text, whatever is drawn elsewhere
+        for grid in _law_grids(table, law, one_pass):
+            title = f"{law}: {grid.head[0]}" if len(laws) > 1 else grid.head[0]
+            grids.append(replace(grid, head=(title, *grid.head[1:])))
+    return grids
+
+
+def _law_grids(table: ClosingTable, law: str, one_pass: OnePass | None) -> list[Grid]:
+    overall = [o for o in table.overall if o.law == law]
+    pooled = table.pooled(law)
+    grids = _by_task(table.rows(law), overall, table.tasks) if overall else [_speed(pooled)]
+    drafting = [m for m in pooled if m.n_alpha]
+    if drafting or one_pass:
+        grids.append(_alphas(drafting, one_pass))
     if drafting:
         grids.append(_histograms(drafting))
-    return [*grids, _times(table.methods)]
+    return [*grids, _times(pooled)]
+
+
+def _by_task(rows: Sequence[MethodResult], overall: Sequence[Overall], tasks: Sequence[str]) -> list[Grid]:
+    """Like the papers' tables: a row a method, a column a task, and their mean."""
+
+    def grid(what: str, cell: Callable[[MethodResult], str], mean: Callable[[Overall], str], last: str) -> Grid:
+        lines = []
+        for o in overall:
+            own = {row.task: row for row in rows if (row.name, row.dtype) == (o.name, o.dtype)}
+            lines.append((_name(o), *(cell(own[task]) for task in tasks), mean(o)))
+        return Grid((what, *tasks, last), tuple(lines))
+
+    grids = [grid("speed-up [95 %]", lambda m: str(m.speedup), lambda o: str(o.speedup), "mean")]
+    if any(o.speedup.value != o.speedup_fastest.value for o in overall):
+        last = ("over fastest vanilla", lambda m: str(m.speedup_fastest), lambda o: str(o.speedup_fastest), "mean")
+        grids.append(grid(*last))
+    grids.append(grid("tokens/s [95 %]", lambda m: str(m.tokens_per_s), lambda o: str(o.tokens_per_s), "mean"))
+    grids.append(grid("tau [95 %]", lambda m: str(m.tau), lambda o: str(o.tau), "mean"))
+    tidy = "tau without loops (their share)"
+    return [*grids, grid(tidy, _tidy, lambda o: _tidy(o.pooled), "all prompts")]
+
+
+def _tidy(m: MethodResult) -> str:
+    return f"{m.tau_tidy} ({_share(m.looping)})"
 
 
 def _speed(methods: Sequence[MethodResult]) -> Grid:
     head = ("method", "tau [95 %]", "without loops", "tokens/s [95 %]", "speed-up [95 %]", "over fastest vanilla")
     rows = (
-        (_name(m), str(m.tau), _number(m.tau_tidy), str(m.tokens_per_s), str(m.speedup), str(m.speedup_fastest))
+        (_name(m), str(m.tau), _number(m.tau_tidy.value), str(m.tokens_per_s), str(m.speedup), str(m.speedup_fastest))
         for m in methods
     )
     return Grid(head, tuple(rows))
 
 
 def _alphas(methods: Sequence[MethodResult], one_pass: OnePass | None) -> Grid:
-    lines = [(_name(m), str(m.tau), m.n_alpha) for m in methods]
+    lines = [(_name(m), str(m.tau), tuple(alpha.value for alpha in m.n_alpha)) for m in methods]
     if one_pass:
         lines.append(("one pass, all anchors", _number(one_pass.tau_expected), one_pass.n_alpha_all))
         lines.append(("one pass, visited anchors", str(one_pass.tau_walked), one_pass.n_alpha_walked))
@@ -213,16 +129,20 @@ def _times(methods: Sequence[MethodResult]) -> Grid:
     for m in methods:
         total = sum(m.seconds.values())
         shares = (f"{m.seconds[stage] / total:.0%}" if total else "-" for stage in STAGES)
-        rows.append((_name(m), f"{total:.1f}", *shares, str(m.tokens), str(m.prompts), f"{m.looping:.0%}"))
+        rows.append((_name(m), f"{total:.1f}", *shares, str(m.tokens), str(m.prompts), _share(m.looping)))
     return Grid(head, tuple(rows))
 
 
-def _name(method: MethodResult) -> str:
+def _name(method: MethodResult | Overall) -> str:
     return f"{method.name}, {method.dtype}" + ("" if method.lossless else " (lossy)")
 
 
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _share(value: Interval) -> str:
+    return "-" if math.isnan(value.value) else f"{value.value:.0%}"
 
 
 def _padded(cells: Iterable[str], width: int) -> list[str]:
@@ -231,7 +151,8 @@ def _padded(cells: Iterable[str], width: int) -> list[str]:
 
 
 def _where(table: ClosingTable) -> list[str]:
-    return [f"run: {table.run_id}", f"checkpoint: {table.checkpoint}", f"look: {table.ui}  then  {table.page}"]
+    found = [f"run: {table.run_id}", f"checkpoint: {table.checkpoint}", f"look: {table.ui}  then  {table.page}"]
+    return [*(f"note: {note}" for note in table.notes), *found]
 
 
 def _text_grid(grid: Grid) -> str:

@@ -38,7 +38,9 @@ tracking: {{folder: {folder}}}
 """
 
 # A stage's line or one of the choices told beside it: what a run says of itself, complaints left out.
-PROGRESS = re.compile(r"(target|answers|features|training|hit table|evaluation): (\d|reused|stopped|products)")
+PROGRESS = re.compile(
+    r"(target|answers|features|training|hit table|evaluation): (\d|reused|resumed|stopped|products|goes on)"
+)
 
 
 @dataclass(frozen=True)

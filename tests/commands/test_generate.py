@@ -286,7 +286,8 @@ def test_the_sampling_law_is_the_evaluations_unless_a_temperature_is_given(untra
     from eagle3_lab.commands.generate import _law
 
     experiment = load(
-        str(untrained), "evaluate.law=" + json.dumps({"class_path": "SamplingLaw", "init_args": {"temperature": 0.5}})
+        str(untrained),
+        "evaluate.laws=" + json.dumps({"half": {"class_path": "SamplingLaw", "init_args": {"temperature": 0.5}}}),
     )
     assert _law(experiment, None).temperature == 0.5
     assert _law(experiment, 0.0).temperature == 0.0

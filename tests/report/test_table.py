@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from several import several
 
 from eagle3_lab.intervals import Interval
-from eagle3_lab.report.table import (
-    Answered,
-    ClosingTable,
-    MethodResult,
-    OnePass,
-    as_json,
-    as_markdown,
-    as_text,
-    method_result,
-)
+from eagle3_lab.report.results import Answered, ClosingTable, MethodResult, OnePass, method_result
+from eagle3_lab.report.table import as_json, as_markdown, as_text
 from eagle3_lab.types import Decoded, Round
 
 
@@ -58,9 +52,11 @@ def measured() -> ClosingTable:
 def test_a_row_is_measured_by_the_definitions() -> None:
     vanilla, fastest, chain, _ = measured().methods
     assert chain.tau.value == (10 + 4) / 6 and vanilla.tau == Interval(1.0, 1.0, 1.0)
-    assert chain.n_alpha == (5 / 6, 2 / 5, 1 / 2) and chain.histogram == (1, 3, 1, 1)
+    assert [alpha.value for alpha in chain.n_alpha] == [5 / 6, 2 / 5, 1 / 2] and chain.histogram == (1, 3, 1, 1)
+    assert [share.value for share in chain.accepted] == [1 / 6, 3 / 6, 1 / 6, 1 / 6]
     assert chain.engine_tau == 8 / 6 + 1
-    assert (chain.prompts, chain.tokens, chain.looping, chain.tau_tidy) == (2, 16, 0.0, 14 / 6)
+    assert (chain.prompts, chain.tokens, chain.looping) == (2, 16, Interval(0.0, 0.0, 0.0))
+    assert chain.tau_tidy == chain.tau
     assert chain.tokens_per_s.value == pytest.approx(16 / 8)
     assert chain.speedup.value == pytest.approx(16 / 8)  # 16 s of vanilla on the same tokens
     assert chain.speedup_fastest.value == pytest.approx(8 / 8)
@@ -75,6 +71,41 @@ def test_the_turns_of_a_prompt_are_resampled_together() -> None:
     row = method_result("chain", "float32", together, together, together, 3, torch.Generator().manual_seed(0))
     assert row.tau == Interval(50 / 20, 50 / 20, 50 / 20)
     assert (row.prompts, row.tokens, row.tokens_per_s.value) == (1, 52, 52 / 20)
+
+
+def test_loops_are_shown_as_a_share_and_tau_with_and_without_them() -> None:
+    looped = Answered((Decoded((7,) * 11, (Round(3, 3, 4), Round(3, 3, 4)), "length"),), 1.0)
+    tidy = Answered((Decoded(tuple(range(11)), (Round(2, 1, 2), Round(1, 0, 1)), "end"),), 1.0)
+    draw = torch.Generator().manual_seed(0)
+    row = method_result("chain", "float32", *[[looped, tidy]] * 3, 3, draw)
+    assert (row.looping, row.tau.value) == (Interval(0.5, 0.0, 1.0), 11 / 4)
+    assert row.tau_tidy == Interval(3 / 2, 3 / 2, 3 / 2), "resamples of nothing but loops have no tau"
+    alone = method_result("chain", "float32", *[[looped]] * 3, 3, draw)
+    assert math.isnan(alone.tau_tidy.value) and alone.looping.value == 1.0
+
+
+def test_several_tasks_and_laws_make_a_table_each_with_a_column_a_task_and_their_mean() -> None:
+    table = several()
+    blocks = [block.splitlines() for block in as_text(table).split("\n\n")[1:-1]]
+    heads = [block[0].split("  ")[0] for block in blocks]
+    per_law = ["speed-up [95 %]", "over fastest vanilla", "tokens/s [95 %]", "tau [95 %]"]
+    per_law += ["tau without loops (their share)", "n-alpha", "rounds by accepted drafts", "time"]
+    assert heads == [f"{law}: {what}" for law in ("T0", "T1") for what in per_law]
+    for block in blocks:
+        assert len({len(line) for line in block}) == 1 and len(block[0]) <= 120
+    mean = next(o for o in table.overall if (o.law, o.name) == ("T1", "lookup"))
+    rows = [r for r in table.methods if (r.law, r.name) == ("T1", "lookup")]
+    shown = re.split("  +", blocks[8][-1])
+    assert shown == ["lookup, float32", *(str(r.speedup) for r in rows), str(mean.speedup)]
+    assert re.split("  +", blocks[4][-1])[1] == "2.25 [2.25, 2.25] (50%)"
+    markdown = [block.splitlines() for block in as_markdown(table).split("\n\n")[1:-1]]
+    assert all(len({line.count("|") for line in block}) == 1 for block in markdown)
+    assert len(json.loads(as_json(table))["overall"]) == 6
+
+
+def test_what_a_reader_must_know_stands_before_where_to_look() -> None:
+    text = as_text(replace(measured(), notes=("resumed: 1 of 2 prompts",)))
+    assert "\nnote: resumed: 1 of 2 prompts\nrun: 0123abc\n" in text
 
 
 def test_the_text_lines_up_and_says_everything() -> None:

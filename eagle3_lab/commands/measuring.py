@@ -1,0 +1,236 @@
+"""Measuring an experiment's methods: contestants, answers that survive a kill, rows of the closing table, and their
+runs, metrics and figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from eagle3_lab import checkpoint
+from eagle3_lab.data.tasks import Prompt
+from eagle3_lab.decode.methods import Head, Vanilla
+from eagle3_lab.evaluation import MEAN, VANILLA, Contestant, Evaluation, measure, questions
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.intervals import Interval
+from eagle3_lab.journal import Journal, Place, Turn
+from eagle3_lab.progress import stage
+from eagle3_lab.provenance import machine, source_hash
+from eagle3_lab.report.figures import figures
+from eagle3_lab.report.results import Answered, ClosingTable, MethodResult, Overall, method_result, overall_result
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.tracking import Run
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What decoding gave: rows as in :class:`ClosingTable`, and what a reader must know of them."""
+
+    rows: tuple[MethodResult, ...] = ()
+    overall: tuple[Overall, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def open_journal(
+    experiment: Experiment, target: HFTarget, held_out: Sequence[Prompt] | None, head: Path | None, verb: str
+) -> Journal:
+    """The journal of this very evaluation, with what earlier processes left in it.
+
+    It is another one for anything that decides an answer or its seconds: the experiment's choices, the target, the
+    head, the prompts, this package's code, torch, the machine and its threads.
+
+    Raises:
+        UserError: a task that cannot be read, or a journal that cannot.
+    """
+    assert experiment.evaluate is not None
+    asked = questions(experiment.evaluate, held_out)
+    spec = target.spec
+    parts = {
+        "verb": verb,
+        "head": "" if head is None else checkpoint.content_hash(head),
+        "target": [spec.weights_hash, spec.tokenizer_hash, spec.template_hash, str(target.dtype)],
+        "asked": [(*place, asdict(prompt)) for place, prompt in asked.items()],
+        "methods": list(experiment.evaluate.methods),
+        "code": [source_hash(), torch.__version__, machine()],
+    }
+    key = experiment.result_key(json.dumps(parts))
+    return Journal(experiment.tracking.folder / "work" / f"{experiment.name}-answers-{key}.jsonl")
+
+
+def decode_methods(
+    experiment: Experiment,
+    target: HFTarget,
+    head: Head | None,
+    held_out: Sequence[Prompt] | None,
+    run: Run,
+    journal: Journal,
+) -> Measured:
+    """Every method on every task under every law, vanilla's rows first. Goes on behind what ``journal`` knows; whether
+    it did is tagged and noted."""
+    evaluation = experiment.evaluate
+    assert evaluation is not None
+    plain = _baselines(experiment, evaluation, target)
+    contestants = plain + [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
+    asked = questions(evaluation, held_out)
+    left = [prompt for place, prompt in asked.items() if place not in journal.known]
+    earlier, before = len(asked) - len(left), journal.processes
+    notes = []
+    if earlier:
+        by = "an earlier process" if before == 1 else f"{before} earlier processes"
+        notes.append(f"resumed: {earlier} of {len(asked)} prompts were answered and timed by {by}")
+        print(f"evaluation: {notes[0]}; to measure all anew, remove {journal.path}", file=sys.stderr)
+    run.set_tags({"evaluation_resumed": f"{earlier} of {len(asked)} prompts" if earlier else "false"})
+    if left:
+        journal.begin(run.id)
+    total = sum(len(prompt.turns) for prompt in left) * len(contestants)
+    with stage("evaluation", "answers", total, experiment.budgets.get("evaluation")) as s:
+        turns = measure(
+            contestants, evaluation, held_out, lambda turn: s.advance(1, tokens=len(turn.decoded.tokens)), journal
+        )
+    rows, overall = _results(contestants, len(plain), turns, torch.Generator().manual_seed(experiment.seed))
+    return Measured(tuple(rows), tuple(overall), tuple(notes))
+
+
+def _baselines(experiment: Experiment, evaluation: Evaluation, target: HFTarget) -> list[Contestant]:
+    """Vanilla in the target's dtype, and in the other one."""
+    found = [Contestant(VANILLA, Vanilla(), target)]
+    other = evaluation.other_dtype
+    if other is not None and other != target.dtype:
+        found.append(Contestant(f"{VANILLA} {_name(other)}", Vanilla(), experiment.target.load(other)))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+Cells = dict[tuple[str, str], list[Answered]]
+"""A contestant's answers by law and task."""
+
+
+def _results(
+    contestants: Sequence[Contestant], baselines: int, turns: dict[str, list[Turn]], draw: torch.Generator
+) -> tuple[list[MethodResult], list[Overall]]:
+    """``baselines``: so many contestants, the first ones, are vanilla, each in a dtype of its own."""
+    cells = {name: _by_cell(made) for name, made in turns.items()}
+    places = list(cells[contestants[0].name])
+    laws, tasks = list(dict.fromkeys(law for law, _ in places)), list(dict.fromkeys(task for _, task in places))
+    plain = [c.name for c in contestants[:baselines]]
+    shown = {c.name: VANILLA if c.name in plain else c.name for c in contestants}
+    base = {c.name: c.name if c.name in plain else VANILLA for c in contestants}
+    rows: list[MethodResult] = []
+    overall: list[Overall] = []
+    for law in laws:
+        fastest = max(plain, key=lambda name: _rate([one for task in tasks for one in cells[name][law, task]]))
+        own: dict[str, list[MethodResult]] = {c.name: [] for c in contestants}
+        for task in tasks:
+            for c in contestants:
+                sides = (cells[name][law, task] for name in (c.name, base[c.name], fastest))
+                row = method_result(
+                    shown[c.name],
+                    _name(c.target.dtype),
+                    *sides,
+                    depth=c.method.levels,
+                    generator=draw,
+                    law=law,
+                    task=task,
+                )
+                own[c.name].append(row)
+                rows.append(row)
+        if len(tasks) > 1:
+            for c in contestants:
+                names = (c.name, base[c.name], fastest)
+                sides = ([cells[name][law, task] for task in tasks] for name in names)
+                overall.append(overall_result(own[c.name], *sides, generator=draw))
+    return rows, overall
+
+
+def _by_cell(turns: Sequence[Turn]) -> Cells:
+    """A prompt's turns together, in the order in which they were asked."""
+    prompts: dict[Place, list[Turn]] = {}
+    for turn in turns:
+        prompts.setdefault(turn.place, []).append(turn)
+    cells: Cells = {}
+    for place, one in prompts.items():
+        answered = Answered(tuple(turn.decoded for turn in one), sum(turn.seconds for turn in one))
+        cells.setdefault((place.law, place.task), []).append(answered)
+    return cells
+
+
+def _rate(answered: Sequence[Answered]) -> float:
+    return sum(a.tokens for a in answered) / sum(a.seconds for a in answered)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------------------- logging
+
+
+def table_metrics(table: ClosingTable) -> dict[str, float]:
+    """The closing table as metrics of its run: what the UI compares. ``eval/METHOD/tau`` where one task was measured
+    under one law, else ``eval/LAW/TASK/METHOD/tau``; of several tasks the mean alone, since each is in the runs
+    below."""
+    found: dict[str, float] = {}
+    single = len(table.laws) == len(table.tasks) == 1
+    for row in table.overall or table.methods:
+        name = row.name if row.name != VANILLA else f"{VANILLA}_{row.dtype}"
+        found |= row_metrics(f"eval/{name}" if single else f"eval/{_place(row)}/{name}", row)
+    if table.one_pass is not None:
+        walked = table.one_pass.tau_walked
+        found |= _bounds("eval/one_pass/tau_walked", walked)
+        found["eval/one_pass/tau_expected"] = table.one_pass.tau_expected
+        both = zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)
+        for n, (every, visited) in enumerate(both):
+            found |= {f"eval/one_pass/n_alpha_{n}_all": every, f"eval/one_pass/n_alpha_{n}_walked": visited}
+    return found
+
+
+def _place(row: MethodResult | Overall) -> str:
+    return f"{row.law}/{MEAN if isinstance(row, Overall) else row.task}"
+
+
+def row_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
+    """A row's numbers with their bounds, below ``prefix``."""
+    found = _bounds(f"{prefix}/tau", row.tau) | _bounds(f"{prefix}/tokens_per_s", row.tokens_per_s)
+    found |= _bounds(f"{prefix}/speedup", row.speedup) | _bounds(f"{prefix}/speedup_over_fastest", row.speedup_fastest)
+    if isinstance(row, MethodResult):
+        found |= _bounds(f"{prefix}/tau_without_loops", row.tau_tidy) | _bounds(f"{prefix}/looping", row.looping)
+        found[f"{prefix}/engine_tau"] = row.engine_tau
+        for n, alpha in enumerate(row.n_alpha):
+            found |= _bounds(f"{prefix}/n_alpha_{n}", alpha)
+    return found
+
+
+def _bounds(name: str, value: Interval) -> dict[str, float]:
+    return {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+
+
+def log_children(experiment: Experiment, table: ClosingTable, run: Run) -> None:
+    """A run below ``run`` for each method: its own configuration as parameters, ``LAW/TASK/tau`` and the rest as
+    metrics, whose names are the same for all, so that the UI compares them."""
+    assert experiment.evaluate is not None
+    asked = experiment.choices()["evaluate"]["init_args"]["methods"]
+    rows: dict[tuple[str, str], list[MethodResult | Overall]] = {}
+    for row in (*table.methods, *table.overall):
+        rows.setdefault((row.name, row.dtype), []).append(row)
+    for (name, dtype), own in rows.items():
+        method = experiment.evaluate.methods.get(name, Vanilla())
+        chosen = asked.get(name, {"class_path": type(method).__name__})  # vanilla, or one that a notebook put in
+        label = name if name != VANILLA else f"{VANILLA} {dtype}"
+        with run.continued_child(label, {"lossless": str(own[0].lossless).lower()}) as child:
+            child.log_params({"method": chosen, "dtype": dtype, "levels": method.levels})
+            child.log_metrics({k: v for row in own for k, v in row_metrics(_place(row), row).items()})
+
+
+def log_figures(table: ClosingTable, run: Run) -> None:
+    """Figures as artifacts ``figures/NAME.png``, what they show as ``figures/NAME.json``."""
+    for figure in figures(table):
+        run.log_figure(figure.draw(figure.records), f"figures/{figure.name}.png")
+        run.log_text(json.dumps(figure.records, indent=1) + "\n", f"figures/{figure.name}.json")
