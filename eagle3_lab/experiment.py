@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
+import eagle3_lab.data.hub
+import eagle3_lab.data.prompt_files
+import eagle3_lab.data.self_written
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
 import eagle3_lab.draft.eagle1
@@ -19,6 +22,7 @@ import eagle3_lab.draft.terms  # noqa: F401
 from eagle3_lab.config import Config
 from eagle3_lab.data.answers import Answers
 from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.preparation import Preparation
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
 from eagle3_lab.target.load import TargetChoice
@@ -42,6 +46,7 @@ class Experiment:
         optimizer: AdamW and its schedule.
         trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
+        prepare: prompts that the target answers first, into the conversations that ``data.path: prepared`` reads.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
         budgets: seconds each stage is meant to take (target, answers, training, evaluation); shown, never enforced.
         tracking: where runs are kept.
@@ -56,6 +61,7 @@ class Experiment:
     optimizer: Optimization
     trainer: Training
     answers: Answers | None = None
+    prepare: Preparation | None = None
     evaluate: Evaluation | None = None
     budgets: dict[str, float] = field(default_factory=dict)
     tracking: Tracking = field(default_factory=Tracking)
@@ -82,7 +88,7 @@ class Experiment:
     def training_key(self, *parts: str) -> str:
         """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
         such as the data's hash. Raises UserError as `choices`."""
-        trained = {key: value for key, value in self.choices().items() if key not in ("evaluate", "answers")}
+        trained = {key: value for key, value in self.choices().items() if key not in ("evaluate", "answers", "prepare")}
         return _digest(trained, *parts)
 
     def result_key(self, *parts: str) -> str:

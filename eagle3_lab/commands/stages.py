@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from jaxtyping import Int
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands.callbacks import Interrupts, Reporter
 from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.module import PREPARED, ConversationData
+from eagle3_lab.data.overlap import measured_on
 from eagle3_lab.decode.methods import Head, Vanilla
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
@@ -54,13 +57,41 @@ def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True)
         UserError: a template or data that cannot be trained on, or a folder for answers that cannot be written.
     """
     chat = Chat(target.tokenizer)
+    file = prepared_file(experiment, target, chat, make=answer)
     beside: list[Path] = []
     if experiment.answers is not None:
         place = experiment.answers.place(target, chat, _answers_folder())
         if answer or place.is_file():
             beside = [_answer(experiment, target, chat)]
-    experiment.data.build(chat, target.spec, beside)
+    measured = None if experiment.evaluate is None else measured_on(experiment.evaluate.tasks)
+    experiment.data.build(chat, target.spec, beside, file=file, measured=measured)
     return experiment.data
+
+
+def prepared_file(experiment: Experiment, target: HFTarget, chat: Chat, *, make: bool = True) -> Path | None:
+    """What the ``prepare`` section makes, made now if it is not there; None where there is no such section.
+
+    Raises:
+        UserError: ``data.path`` and ``prepare`` that contradict each other, a file that is not there and not to be
+            made, or what `Preparation.make` refuses.
+    """
+    if experiment.prepare is None:
+        if experiment.data.path == PREPARED:
+            raise UserError(f"data.path: {PREPARED!r}, but the experiment has no prepare section; write one, or a file")
+        return None
+    if experiment.data.path != PREPARED:
+        raise UserError(
+            f"data.path: {experiment.data.path!r}, but there is a prepare section; write data.path: {PREPARED}, or none"
+        )
+    folder = cache_folder() / "prepared"
+    place = experiment.prepare.place(target, chat, folder)
+    if not place.is_file() and not make:
+        raise UserError(f"prepare: {place} is not made yet; run the verb prepare first")
+    budget = experiment.budgets.get("answers")
+    if place.is_file():
+        with stage("answers", "turns", budget_s=budget) as s:
+            s.reused()
+    return experiment.prepare.make(target, chat, folder, experiment.target.load, budget)
 
 
 def _answers_folder() -> Path:
@@ -91,10 +122,7 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
     torch.manual_seed(experiment.seed)
     try:
         width = model.features.build(target)
-        counts = data.token_counts()
-        size = target.spec.vocab if model.draft_vocab is None else model.draft_vocab
-        always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
-        vocab = choose(counts, size, always, min(len(target.tokenizer), target.spec.vocab))
+        vocab = draft_vocabulary(experiment, target, data)
         model.draft.build(target, width, vocab.to(target.device))
         if model.start is not None:
             checkpoint.restore(model.start, target, model.features, model.draft)
@@ -111,6 +139,13 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return module.to(target.device)
+
+
+def draft_vocabulary(experiment: Experiment, target: HFTarget, data: ConversationData) -> Int[Tensor, " Vd"]:
+    """The target ids that the draft will be able to say. Raises ValueError for a size that cannot be."""
+    size = target.spec.vocab if experiment.model.draft_vocab is None else experiment.model.draft_vocab
+    always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
+    return choose(data.token_counts(), size, always, min(len(target.tokenizer), target.spec.vocab))
 
 
 def check_rows(module: DraftModule, data: ConversationData) -> None:

@@ -42,6 +42,8 @@ class TargetChoice:
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
+        thinking: whether the chat template's generation prompt asks for reasoning, where it has that switch
+            (``enable_thinking``); null: as the template has it.
     """
 
     model: str = EMBEDDED
@@ -50,6 +52,7 @@ class TargetChoice:
     attention: Literal["sdpa", "eager"] = "sdpa"
     wheel: Path | None = None
     probe: bool = True
+    thinking: bool | None = None
 
     def folder(self) -> Path | None:
         """Where the files lie: made on first use for the embedded target; None for a hub id."""
@@ -69,8 +72,16 @@ class TargetChoice:
         return self.model != EMBEDDED or is_converted()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer alone."""
-        return _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
+        """The tokenizer alone; ``thinking`` is set in its chat template, so that everybody renders the same."""
+        found = _named(self.model, lambda: AutoTokenizer.from_pretrained(str(self.folder() or self.model)))
+        if self.thinking is not None:
+            if not isinstance(found.chat_template, str) or "enable_thinking" not in found.chat_template:
+                raise UserError(
+                    f"target.thinking: {str(self.thinking).lower()}, but the chat template of {self.model} has no "
+                    "enable_thinking to set; null is needed"
+                )
+            found.chat_template = f"{{%- set enable_thinking = {str(self.thinking).lower()} %}}{found.chat_template}"
+        return found
 
     def load(self, dtype: torch.dtype | None = None) -> HFTarget:
         """The target in ``dtype`` (the choice's own if None), on its device, probed.
