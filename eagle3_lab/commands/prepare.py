@@ -13,7 +13,6 @@ from eagle3_lab.commands import stages
 from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.stream import Ink
-from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.documents import Document
 from eagle3_lab.data.prepared import manifest_of
 from eagle3_lab.errors import UserError
@@ -44,7 +43,7 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         raise UserError(f"model: {error}") from None
     card = data_card(data, vocabulary, target.spec.vocab)
     print(card_text(card), end="")
-    file = stages.prepared_file(experiment, target, Chat(target.tokenizer), make=False) if experiment.prepare else None
+    file = None if experiment.prepare is None else data.file
     if file is not None:
         print(f"conversations: {file}\nmanifest: {manifest_of(file)}")
     if output is not None:

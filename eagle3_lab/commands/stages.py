@@ -87,6 +87,7 @@ def prepared_file(experiment: Experiment, target: HFTarget, chat: Chat, *, make:
     place = experiment.prepare.place(target, chat, folder)
     if not place.is_file() and not make:
         raise UserError(f"prepare: {place} is not made yet; run the verb prepare first")
+    experiment.data.check(chat, target.spec)
     budget = experiment.budgets.get("answers")
     if place.is_file():
         with stage("answers", "turns", budget_s=budget) as s:

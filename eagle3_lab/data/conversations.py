@@ -9,13 +9,14 @@ Knows no tokenizer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3_lab.data.chat import Message
-from eagle3_lab.data.records import records, say, whole_characters
+from eagle3_lab.data.records import names, records, say, whole_characters
 from eagle3_lab.errors import UserError, near
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -59,6 +60,13 @@ class Report:
     shortened: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, Any]:
+        """As JSON, reasons in order."""
+        reasons = {"shortened": self.shortened, "dropped": self.dropped, "noted": self.noted}
+        return {"stage": self.stage, "kept": self.kept} | {
+            name: dict(sorted(one.items())) for name, one in reasons.items()
+        }
 
     def __str__(self) -> str:
         text = f"{self.stage}: {self.kept} conversations"
@@ -131,8 +139,8 @@ def read_turns(record: dict[str, Any], place: str) -> list[Message]:
         return _strict(record["messages"], place)
     if "conversations" in record:
         return read_sharegpt(record["conversations"], record.get("system"), place)
-    keys = ", ".join(sorted(record)) or "none"
-    raise UserError(f"{place}: neither 'messages' nor 'conversations' among the keys ({keys}); one of them is needed")
+    fault = f"neither 'messages' nor 'conversations' among the keys ({names(record)})"
+    raise UserError(f"{place}: {fault}; one of them is needed")
 
 
 def _strict(messages: object, place: str) -> list[Message]:
@@ -156,10 +164,14 @@ def _strict(messages: object, place: str) -> list[Message]:
     return turns
 
 
-def read_sharegpt(listed: object, system: object, place: str) -> list[Message]:
-    """ShareGPT: what cannot be read becomes a turn that ends the usable beginning."""
+def read_sharegpt(listed: object, system: object, place: str, key: str = "conversations") -> list[Message]:
+    """ShareGPT: what cannot be read becomes a turn that ends the usable beginning. ``key`` is where ``listed`` stood.
+
+    Raises:
+        UserError: something else than a list.
+    """
     if not isinstance(listed, list):
-        raise UserError(f"{place}: conversations is {say(listed)}; a list of objects with 'from' and 'value' is needed")
+        raise UserError(f"{place}: {key} is {say(listed)}; a list of objects with 'from' and 'value' is needed")
     turns: list[Message] = []
     if isinstance(system, str) and system.strip() and whole_characters(system):
         turns.append({"role": "system", "content": system})
@@ -188,4 +200,9 @@ def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, .
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole
-    return Conversation(str(record.get("id", place)), messages, **said)
+    name = str(record.get("id", place))
+    if not whole_characters(name + said.get("source", "")):
+        raise UserError(f"{place}: id or source holds half a surrogate pair; whole characters are needed")
+    if not 0 <= (said.get("temperature") or 0) < math.inf:
+        raise UserError(f"{place}: temperature is {said['temperature']}; a number from 0 is needed")
+    return Conversation(name, messages, **said)

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3_lab.data.chat import Message
 from eagle3_lab.data.conversations import read_sharegpt, read_turns
-from eagle3_lab.data.records import say, whole_characters
+from eagle3_lab.data.records import names, say, whole_characters
 from eagle3_lab.errors import UserError, near
 
 NAMED_BY_THEMSELVES = ("messages", "conversations", "turns")
@@ -47,8 +47,12 @@ class Fields:
     def name(self, record: Mapping[str, Any], place: str) -> str:
         """The conversation's id."""
         if self.id is not None:
-            return str(_value(record, self.id, "id", place))
-        return str(record.get("id", record.get("question_id", place)))
+            name = str(_value(record, self.id, "id", place))
+        else:
+            name = str(record.get("id", record.get("question_id", place)))
+        if not whole_characters(name):
+            raise UserError(f"{place}: its id holds half a surrogate pair; whole characters are needed")
+        return name
 
     def turns(self, record: Mapping[str, Any], place: str) -> list[Message]:
         """All turns of a record; what cannot be read is a turn without text.
@@ -58,17 +62,16 @@ class Fields:
         """
         if self.messages is not None:
             system = None if self.system is None else _value(record, self.system, "system", place)
-            return read_sharegpt(_value(record, self.messages, "messages", place), system, place)
+            return read_sharegpt(_value(record, self.messages, "messages", place), system, place, self.messages)
         if self.question:
             return self._asked(record, place)
         if "messages" in record or "conversations" in record:
             return read_turns(dict(record), place)
         if "turns" in record:
             return _questions(record["turns"], place)
-        keys = ", ".join(sorted(map(str, record))) or "none"
         raise UserError(
-            f"{place}: none of {', '.join(NAMED_BY_THEMSELVES)} among the keys ({keys}); one of them, or a field map "
-            "(fields: {question: [KEY]}) is needed"
+            f"{place}: none of {', '.join(NAMED_BY_THEMSELVES)} among the keys ({names(record)}); one of them, or a "
+            "field map (fields: {question: [KEY]}) is needed"
         )
 
     def _asked(self, record: Mapping[str, Any], place: str) -> list[Message]:

@@ -111,13 +111,7 @@ class ConversationData(LightningDataModule):
             UserError: an unreadable file, a template that cannot be masked, nothing left to train on, or a target that
                 cannot read so many tokens, has no such token, or does not end at the template's end of turn.
         """
-        if self.max_length > spec.max_positions:
-            raise UserError(f"data.max_length: {self.max_length}, but {spec.name} reads at most {spec.max_positions}")
-        if chat.end_of_turn not in spec.end_tokens:
-            raise UserError(
-                f"chat template: ends an answer with token {chat.end_of_turn}, at which {spec.name} does not stop "
-                f"(end tokens {list(spec.end_tokens)}); template and target must be of one model"
-            )
+        self.check(chat, spec)
         self._file, self._measured = self.path if file is None else str(file), measured
         found, read = read_conversations(self._file)
         train, held = Report("train"), Report("held out")
@@ -140,6 +134,20 @@ class ConversationData(LightningDataModule):
         if any(report.dropped for report in self.reports):
             _log.warning("%s", self.summary())
 
+    def check(self, chat: Chat, spec: TargetSpec) -> None:
+        """Refuse a target for which nothing of this can be right, before anything is read or answered.
+
+        Raises:
+            UserError: one that cannot read so many tokens, or does not end at the template's end of turn.
+        """
+        if self.max_length > spec.max_positions:
+            raise UserError(f"data.max_length: {self.max_length}, but {spec.name} reads at most {spec.max_positions}")
+        if chat.end_of_turn not in spec.end_tokens:
+            raise UserError(
+                f"chat template: ends an answer with token {chat.end_of_turn}, at which {spec.name} does not stop "
+                f"(end tokens {list(spec.end_tokens)}); template and target must be of one model"
+            )
+
     def summary(self) -> str:
         """What was kept, shortened and dropped, and why; one line a stage."""
         return "\n".join(map(str, self.reports))
@@ -159,9 +167,14 @@ class ConversationData(LightningDataModule):
             "held_out": _sizes(self.held_out),
         }
 
+    @property
+    def file(self) -> Path:
+        """The file that was read."""
+        return locate(self._file)
+
     def licences(self) -> dict[str, str]:
         """The terms of the texts by source, where a manifest beside the file says them."""
-        return licences_of(locate(self._file))
+        return licences_of(self.file)
 
     def token_counts(self) -> Int[Tensor, " V"]:
         """How often each target token was written by the target in the training text, for the draft vocabulary."""

@@ -6,7 +6,6 @@ lies a manifest: where the prompts come from and under which terms, who answered
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -264,7 +263,7 @@ class Preparation:
     ) -> dict[str, Any]:
         used = {record["source"] for record in records}
         licences = {name: terms for name, terms in sorted(self.prompts.licences().items()) if name in used}
-        stages = [dataclasses.asdict(report) for report in reports]
+        stages = [report.counts() for report in reports]
         return self.identity(target, chat) | tallies(records, text) | {"licences": licences, "stages": stages}
 
 

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ def say(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def names(keys: Iterable[object]) -> str:
+    """Keys in a row, for messages."""
+    return ", ".join(sorted(json.dumps(str(key))[1:-1][:40] for key in keys)) or "none"
+
+
 def whole_characters(text: str) -> bool:
     """Whether ``text`` can be written down (JSON can carry half a surrogate pair, which no tokenizer takes)."""
     try:
@@ -96,6 +101,10 @@ def _parse(text: str, name: str, number: int) -> Any:  # noqa: ANN401  JSON has 
         line = number + text.count("\n", 0, error.pos)
         fault = f"broken JSON ({error.msg}, column {error.colno})"
         raise UserError(f"{name}:{line}: {fault}; valid JSON is needed") from None
+    except RecursionError:
+        raise UserError(f"{name}:{number}: JSON nested too deep; a record of few levels is needed") from None
+    except ValueError:  # the one other that json raises: an integer of thousands of digits
+        raise UserError(f"{name}:{number}: a number of too many digits; a record of texts is needed") from None
 
 
 def _object(value: object, place: str) -> dict[str, Any]:
