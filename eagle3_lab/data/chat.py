@@ -124,7 +124,7 @@ class Chat:
         its last document's."""
         text = self.rendered(messages, generation=True)
         if self._reasoning is not None:
-            whole, spans = self._served(messages)[-1:][0] if _answered(messages) else ("", [])
+            whole, spans = self._served(messages)[-1] if _answered(messages) else ("", [])
             return self._tokenise(text, spans if text.startswith(whole) else []).ids
         whole, spans = self._spans(messages)
         if spans and text[: spans[-1][1]] != whole[: spans[-1][1]]:

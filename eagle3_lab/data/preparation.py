@@ -118,7 +118,6 @@ class Preparation:
         return {
             "version": VERSION,
             "target": {
-                "name": spec.name,
                 "weights_hash": spec.weights_hash,
                 "tokenizer_hash": spec.tokenizer_hash,
                 "template_hash": chat.template_hash,
@@ -264,7 +263,8 @@ class Preparation:
         used = {record["source"] for record in records}
         licences = {name: terms for name, terms in sorted(self.prompts.licences().items()) if name in used}
         stages = [report.counts() for report in reports]
-        return self.identity(target, chat) | tallies(records, text) | {"licences": licences, "stages": stages}
+        said = {"target_name": target.spec.name, "licences": licences, "stages": stages}
+        return self.identity(target, chat) | tallies(records, text) | said
 
 
 def _dialogue(talk: Talk, number: int) -> Dialogue:

@@ -19,7 +19,8 @@ import datasets
 import pytest
 import yaml
 from bench import EXPERIMENT, Ran
-from tiny import TinyLab
+from fake_server import answer, serving
+from tiny import CHATML, TinyLab, write_target
 
 import eagle3_lab
 from eagle3_lab.__main__ import main
@@ -42,9 +43,18 @@ def run(*words: str) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
+RUNS: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One store for all runs: making one takes seconds."""
+    RUNS[:] = [tmp_path_factory.mktemp("runs")]
+
+
 def experiment(tiny: TinyLab, folder: Path, prompts: object, **more: object) -> Path:
     """The tiny experiment with a prepare section; ``more`` stands in that section."""
-    text = yaml.safe_load(EXPERIMENT.format(target=tiny.target, data="prepared", folder=folder / "mlruns"))
+    text = yaml.safe_load(EXPERIMENT.format(target=tiny.target, data="prepared", folder=RUNS[0]))
     sampling = {"max_new_tokens": 10, "temperature": 1.0}
     text |= {"prepare": {"prompts": prompts, "sampling": sampling, "held_out": 3, "rows": 4} | more, "evaluate": None}
     text["trainer"] |= {"max_steps": 2, "val_check_interval": 1}
@@ -184,6 +194,20 @@ def test_a_greedy_share_is_answered_greedily(tiny: TinyLab, tmp_path: Path) -> N
     assert {one["temperature"] for one in train} == {0.0, 0.7}
 
 
+def test_a_server_answers_the_training_part_and_the_target_what_is_held_out(tiny: TinyLab, tmp_path: Path) -> None:
+    with serving() as fake:
+        fake.reply = lambda body: (200, answer(f"served {len(body['prompt'])}"))
+        server = {"url": fake.url, "concurrency": 2}
+        file = experiment(tiny, tmp_path, messages_jsonl(tmp_path), server=server)
+        ran = run("fit", str(file))
+        assert ran.code == 0, ran.err
+        assert len(fake.asked()) == len(QUESTIONS) - 3
+        records = prepared(run("prepare", str(file)).out)
+        assert len(fake.asked()) == len(QUESTIONS) - 3, "what is there is not asked again"
+    for record in records:
+        assert record["messages"][1]["content"].startswith("served ") == (record["split"] == "train")
+
+
 # ----------------------------------------------------------------------------------------------- manifest, card, look
 
 
@@ -210,9 +234,12 @@ def test_the_manifest_says_what_the_file_is(tiny: TinyLab, tmp_path: Path) -> No
 
 
 def test_the_card_is_kept_in_the_run(tiny: TinyLab, tmp_path: Path) -> None:
-    assert run("fit", str(experiment(tiny, tmp_path, messages_jsonl(tmp_path)))).code == 0
-    (found,) = tmp_path.glob("mlruns/**/data_card.txt")
-    assert "licence of m: CC0" in found.read_text()
+    prompts = files(write(tmp_path / "mine.jsonl", [asked(q) for q in QUESTIONS]))
+    ran = run("fit", str(experiment(tiny, tmp_path, prompts)))
+    assert ran.code == 0, ran.err
+    run_id = re.search(r"^run: (\w+)", ran.out, re.MULTILINE)[1]
+    (found,) = RUNS[0].glob(f"**/{run_id}/**/data_card.txt")
+    assert "licence of mine: not stated" in found.read_text()
     assert "draft vocabulary: 64 of 300 ids" in found.read_text()
 
 
@@ -284,7 +311,7 @@ def test_a_prepare_killed_anywhere_ends_in_the_same_file(tiny: TinyLab, tmp_path
     kills = 0
     words = [sys.executable, "-m", "eagle3_lab", "prepare", str(file), "--output", str(tmp_path / "resumed.jsonl")]
     process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900  # on a machine that is busy with other things
     while process.poll() is None and time.monotonic() < deadline:
         if any(path.stat().st_size > 0 for path in cache.glob("prepared/*.unfinished")):
             time.sleep(draw.uniform(0.0, 0.3))
@@ -326,3 +353,53 @@ def test_a_ready_source_stands_in_an_experiment(file: Path, tiny: TinyLab, tmp_p
 def test_the_sources_of_the_papers_and_all_evaluation_sets_are_there() -> None:
     names = {file.stem for file in (ROOT / "experiments/data").glob("*.yaml")}
     assert names == {"ultrachat_200k", "sharegpt", "openthoughts_114k_math", "gsm8k_train", *TASKS}
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--data.path", "x.jsonl"],
+            r"data\.path: 'x\.jsonl', but there is a prepare section; write",
+        ),
+        (["--prepare", "null"], r"data\.path: 'prepared', but the experiment has no prepare section"),
+        (["--prepare.rows", "0"], r"prepare\.rows must be >= 1, got 0"),
+        (["--prepare.prompts.path", "none.jsonl"], r"no file none\.jsonl"),
+        (
+            ["--prepare.sampling.max_new_tokens", "255"],
+            r"no conversation was answered .*longer than the target",
+        ),
+        (["--prepare.server.url", "http://127.0.0.1:1/v1", "--prepare.server.retries", "0"], r"models failed, tried 1"),
+        (["--prepare.server.url", "http://example.org/v1"], r"of another machine, example\.org"),
+        (["--show", "-1"], r"--show: must be >= 0, got -1"),
+        (["--target.thinking", "false"], r"target\.thinking: false, but the chat template .* no enable_thinking"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_two(words: list[str], message: str, tiny: TinyLab, tmp_path: Path) -> None:
+    ran = run("prepare", str(experiment(tiny, tmp_path, messages_jsonl(tmp_path))), *words)
+    assert ran.code == 2
+    assert re.search(message, ran.err.splitlines()[-1]), ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_target_without_a_template_or_that_does_not_end_there_is_refused_before_it_answers(
+    tiny: TinyLab, tmp_path: Path
+) -> None:
+    file = str(experiment(tiny, tmp_path, messages_jsonl(tmp_path)))
+    bare = write_target(tmp_path / "bare", template=None)
+    ran = run("prepare", file, "--target.model", str(bare))
+    assert (ran.code, "chat template: the tokenizer has none" in ran.err) == (2, True)
+    other = write_target(tmp_path / "other", template=CHATML.replace("<|im_end|>", "<|extra|>"))
+    ran = run("prepare", file, "--target.model", str(other))
+    assert (ran.code, "at which" in ran.err and "does not stop" in ran.err) == (2, True)
+    assert "answers: 0/" not in ran.err
+
+
+def test_a_dry_run_makes_nothing(tiny: TinyLab, tmp_path: Path) -> None:
+    ran = run("fit", str(experiment(tiny, tmp_path, messages_jsonl(tmp_path))), "--dry-run")
+    assert ran.code == 2
+    assert "is not made yet; run the verb prepare first" in ran.err

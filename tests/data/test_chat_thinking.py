@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 
 import pytest
+from tiny import write_target
 from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, documents
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.load import TargetChoice
 
 Build = Callable[[str | None], PreTrainedTokenizerFast]
 
@@ -187,3 +190,23 @@ def test_a_users_text_that_holds_a_marker_is_named_and_not_supervised(chatml: Pr
     assert report.noted == {"a template marker in a text that is not the target's": 1}
     assert "noted 1" in str(report)
     assert int(one.supervised.sum()) == len("b") + 1
+
+
+# ------------------------------------------------------------------------------------------------------- the switch
+
+
+def test_the_switch_is_set_for_everybody_who_renders(tmp_path: Path) -> None:
+    folder = str(write_target(tmp_path / "target", template=SWITCH))
+    question: list[Message] = [{"role": "user", "content": "u"}]
+    for thinking, end in ((None, "assistant\n"), (True, "assistant\n"), (False, "<think>\n\n</think>\n\n")):
+        target = TargetChoice(folder, thinking=thinking, probe=False).load()
+        chat = Chat(target.tokenizer)
+        assert chat.rendered(question, generation=True).endswith(end)
+        assert target.spec.template_hash == chat.template_hash
+    assert TargetChoice(folder, thinking=False).tokenizer().chat_template != SWITCH
+
+
+def test_a_template_without_the_switch_refuses_it(tmp_path: Path) -> None:
+    folder = str(write_target(tmp_path / "target"))
+    with pytest.raises(UserError, match=r"target\.thinking: true, but the chat template of .* has no enable_thinking"):
+        TargetChoice(folder, thinking=True).tokenizer()

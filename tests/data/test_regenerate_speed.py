@@ -14,7 +14,7 @@ from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.target.adapter import HFTarget
 
-ROWS, TOKENS, ROUNDS = 8, 32, 3
+ROWS, TOKENS, ROUNDS = 8, 24, 3
 QUESTIONS = [
     "Why is the sky blue?",
     "Write a short letter to a friend who has moved to another town, and ask how the new work is going.",
