@@ -17,13 +17,14 @@ from typing import Any
 
 _NAMES = {
     "load": "eagle3_lab.config",
+    "prepare": "eagle3_lab.commands.prepare",
     "fit": "eagle3_lab.commands.fit",
     "evaluate": "eagle3_lab.commands.evaluate",
     "generate": "eagle3_lab.commands.generate",
     "export": "eagle3_lab.commands.export",
 }
 
-__all__ = ["evaluate", "export", "fit", "generate", "load"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["evaluate", "export", "fit", "generate", "load", "prepare"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -21,6 +21,7 @@ from typing import Any
 from eagle3_lab.errors import UserError, near
 
 VERBS: dict[str, tuple[str, str, str]] = {
+    "prepare": ("eagle3_lab.commands.prepare", "prepare", "let the target answer prompts; show what is trained on"),
     "fit": ("eagle3_lab.commands.fit", "fit", "train a draft head on the target's answers, making what is missing"),
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),

@@ -114,17 +114,17 @@ class KVCache:
             values[row, :, into] = values[row, :, out]
         self.advance(count, bound=steps)
 
-    def adopt(self, row: int, other: KVCache) -> None:
-        """Replace one row by the committed tokens of a cache of batch 1."""
+    def adopt(self, row: int, other: KVCache, source: int = 0) -> None:
+        """Replace one row by the committed tokens of another cache's row ``source``."""
         count = other.bound
         for layer, (keys, values) in enumerate(zip(other._keys, other._values, strict=True)):
             if keys is None or values is None:
                 raise AssertionError(f"layer {layer} was never written")
             if self._keys[layer] is None:
                 self._keys[layer], self._values[layer] = (self._empty(x) for x in (keys, values))
-            self._keys[layer][row, :, :count] = keys[0, :, :count]
-            self._values[layer][row, :, :count] = values[0, :, :count]
-        self.lengths[row] = other.lengths[0]
+            self._keys[layer][row, :, :count] = keys[source, :, :count]
+            self._values[layer][row, :, :count] = values[source, :, :count]
+        self.lengths[row] = other.lengths[source]
         self.bound = max(self.bound, count)
 
     def reset(self) -> None:

@@ -7,9 +7,11 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import eagle3_lab.decode.auto
-
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
+import eagle3_lab.data.hub
+import eagle3_lab.data.prompt_files
+import eagle3_lab.data.self_written
+import eagle3_lab.decode.auto
 import eagle3_lab.decode.choices
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
@@ -28,6 +30,7 @@ from eagle3_lab.config import Config
 from eagle3_lab.data.answers import Answers
 from eagle3_lab.data.features import Features
 from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.preparation import Preparation
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
 from eagle3_lab.target.load import TargetChoice
@@ -41,7 +44,7 @@ LONGEST_NAME = 120
 SHOWN = ("name", "tracking", "budgets")
 """Keys that no result depends on."""
 
-MEASURED = ("answers", "evaluate", "judged_depth")
+MEASURED = ("answers", "evaluate", "judged_depth", "prepare")
 """Keys that no trained weight depends on, but for what the data's own hash tells."""
 
 
@@ -61,6 +64,7 @@ class Experiment:
         trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
         features: keep the target's features on disk and train from there; null: the target runs along.
+        prepare: prompts that the target answers first, into the conversations that ``data.path: prepared`` reads.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
         judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
             was trained for: readings of two experiments compare where this is the same.
@@ -79,6 +83,7 @@ class Experiment:
     trainer: Training | None = None
     answers: Answers | None = None
     features: Features | None = None
+    prepare: Preparation | None = None
     evaluate: Evaluation | None = None
     judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)

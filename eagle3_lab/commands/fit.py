@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import measuring, stages
+from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.work import STATE, Work, require_writable
@@ -62,6 +63,9 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     with continued(experiment, data, work) as run:
         work.remember(run.id)
         log_setting(experiment, data, run)
+        card = data_card(data, stages.draft_vocabulary(experiment, target, data), target.spec.vocab)
+        run.log_text(card_text(card), "data_card.txt")
+        run.log_text(json_module.dumps(card, indent=2) + "\n", "data_card.json")
         module = trained(experiment, target, data, module, run, work)
         text = closed(experiment, target, data, module, run, work)
     print(text, end="")

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from jaxtyping import Int
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
@@ -20,7 +22,8 @@ from eagle3_lab.commands.work import Work, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.features import Making
 from eagle3_lab.data.kept import FromStore, Reading
-from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.module import PREPARED, ConversationData
+from eagle3_lab.data.overlap import measured_on
 from eagle3_lab.data.store import Store
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.draft.vocab import choose
@@ -63,13 +66,45 @@ def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True)
     """
     assert experiment.data is not None
     chat = Chat(target.tokenizer)
+    file = prepared_file(experiment, target, chat, make=answer)
     beside: list[Path] = []
     if experiment.answers is not None:
         place = experiment.answers.place(target, chat, _answers_folder())
         if answer or place.is_file():
             beside = [_answer(experiment, target, chat)]
-    experiment.data.build(chat, target.spec, beside)
+    measured = None if experiment.evaluate is None else measured_on(experiment.evaluate.tasks)
+    experiment.data.build(chat, target.spec, beside, file=file, measured=measured)
     return experiment.data
+
+
+def prepared_file(experiment: Experiment, target: HFTarget, chat: Chat, *, make: bool = True) -> Path | None:
+    """What the ``prepare`` section makes, made now if it is not there; None where there is no such section.
+
+    Raises:
+        UserError: ``data.path`` and ``prepare`` that contradict each other, a file that is not there and not to be
+            made, or what `Preparation.make` refuses.
+    """
+    assert experiment.data is not None
+    if experiment.prepare is None:
+        if experiment.data.path == PREPARED:
+            raise UserError(f"data.path: {PREPARED!r}, but the experiment has no prepare section; write one, or a file")
+        return None
+    if experiment.data.path != PREPARED:
+        raise UserError(
+            f"data.path: {experiment.data.path!r}, but there is a prepare section; write data.path: {PREPARED}, or none"
+        )
+    folder = cache_folder() / "prepared"
+    place = experiment.prepare.place(target, chat, folder)
+    if not ranks.is_first():
+        ranks.wait_for(place.is_file)
+    if not place.is_file() and not make:
+        raise UserError(f"prepare: {place} is not made yet; run the verb prepare first")
+    experiment.data.check(chat, target.spec)
+    budget = experiment.budgets.get("answers")
+    if place.is_file():
+        with stage("answers", "turns", budget_s=budget) as s:
+            s.reused()
+    return experiment.prepare.make(target, chat, folder, experiment.target.load, budget)
 
 
 def _answers_folder() -> Path:
@@ -164,17 +199,22 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
 def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> None:
     """Build the model's parts, with the weights they begin with."""
     model = experiment.model
+    assert model is not None
     if model.public is not None:
         official.load(official.read(model.public), target, model.features, model.draft)
     elif model.start is not None:
         checkpoint.restore(model.start, target, model.features, model.draft)
     else:
         width = model.features.build(target)
-        counts = data.token_counts()
-        size = target.spec.real_vocab if model.draft_vocab is None else model.draft_vocab
-        always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
-        vocab = choose(counts, size, always, target.spec.real_vocab)
-        model.draft.build(target, width, vocab.to(target.device))
+        model.draft.build(target, width, draft_vocabulary(experiment, target, data).to(target.device))
+
+
+def draft_vocabulary(experiment: Experiment, target: HFTarget, data: ConversationData) -> Int[Tensor, " Vd"]:
+    """The target ids that the draft will be able to say. Raises ValueError for a size that cannot be."""
+    assert experiment.model is not None
+    size = target.spec.real_vocab if experiment.model.draft_vocab is None else experiment.model.draft_vocab
+    always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
+    return choose(data.token_counts(), size, always, target.spec.real_vocab)
 
 
 def check_rows(module: DraftModule, data: ConversationData) -> None:

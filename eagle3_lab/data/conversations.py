@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3_lab.data.chat import Message
-from eagle3_lab.data.records import records, say, whole_characters
+from eagle3_lab.data.records import names, records, say, whole_characters
 from eagle3_lab.errors import UserError, near
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -25,14 +25,15 @@ UNREADABLE = "unreadable"
 SHAREGPT_ROLES = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    **dict.fromkeys(("tool", "function", "function_call", "observation"), "tool"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation that ends with an answer: an optional system turn, then user and assistant in turn.
+    """One conversation that ends with an answer: an optional system turn, then user and assistant in turn; between two
+    answers there may be a tool's results instead of a question.
 
     ``temperature`` the answers were drawn at (0 greedy, None unknown); ``cut`` the last answer ran out of tokens;
     ``looping`` an answer repeats itself, says the file; ``exact`` False: the answers' text reads back as other tokens
@@ -51,16 +52,25 @@ class Conversation:
 
 @dataclass
 class Report:
-    """How many conversations a stage kept, shortened (kept all the same) and dropped, by reason."""
+    """How many conversations a stage kept, shortened (kept all the same) and dropped, by reason; ``noted`` are kept as
+    they are, and worth knowing."""
 
     stage: str
     kept: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, Any]:
+        """As JSON, reasons in order."""
+        reasons = {"shortened": self.shortened, "dropped": self.dropped, "noted": self.noted}
+        return {"stage": self.stage, "kept": self.kept} | {
+            name: dict(sorted(one.items())) for name, one in reasons.items()
+        }
 
     def __str__(self) -> str:
         text = f"{self.stage}: {self.kept} conversations"
-        for word, reasons in (("dropped", self.dropped), ("shortened", self.shortened)):
+        for word, reasons in (("dropped", self.dropped), ("shortened", self.shortened), ("noted", self.noted)):
             if reasons:
                 text += f"; {word} " + ", ".join(f"{count} ({why})" for why, count in sorted(reasons.items()))
         return text
@@ -75,7 +85,7 @@ def read_conversations(path: str) -> tuple[list[Conversation], Report]:
     report = Report("read")
     found: list[Conversation] = []
     for place, record in records(path):
-        turns = _turns(record, place)
+        turns = read_turns(record, place)
         usable, reason = usable_beginning(turns)
         if usable:
             report.kept += 1
@@ -88,7 +98,8 @@ def read_conversations(path: str) -> tuple[list[Conversation], Report]:
 
 
 def usable_beginning(turns: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
-    """The longest beginning of the form [system], user, assistant, user, assistant, ...; and why it is not all."""
+    """The longest beginning of the form [system], user, assistant, user, assistant, ... in which tool turns may stand
+    between two answers; and why it is not all."""
     end = 0
     before = ""
     for i, turn in enumerate(turns):
@@ -105,23 +116,31 @@ def _fault(turn: Message, before: str) -> str:
     """Why ``turn`` cannot follow a turn of the role ``before`` ("" at the beginning); "" where it can."""
     role, empty = turn["role"], not turn["content"].strip()
     if role == "assistant":
-        if before != "user":
+        if before not in ("user", "tool"):
             return "two answers in a row" if before == "assistant" else "begins with an answer"
         return "empty answer" if empty else ""
     if role == "user":
-        return "two questions in a row" if before == "user" else "empty question" if empty else ""
+        followed = {"user": "two questions in a row", "tool": "tool turn not answered"}
+        return followed.get(before, "empty question" if empty else "")
     if role == "system":
         return "system turn inside" if before else ""
-    return "tool turn" if role == "tool" else "turn without a known role or without text"
+    if role == "tool":
+        return "" if before in ("assistant", "tool") else "tool turn without a call"
+    return "turn without a known role or without text"
 
 
-def _turns(record: dict[str, Any], place: str) -> list[Message]:
+def read_turns(record: dict[str, Any], place: str) -> list[Message]:
+    """All turns of a record of either form, whether they follow each other rightly or not.
+
+    Raises:
+        UserError: a record of neither form, or a fault in our own.
+    """
     if "messages" in record:
         return _strict(record["messages"], place)
     if "conversations" in record:
-        return _sharegpt(record, place)
-    keys = ", ".join(sorted(record)) or "none"
-    raise UserError(f"{place}: neither 'messages' nor 'conversations' among the keys ({keys}); one of them is needed")
+        return read_sharegpt(record["conversations"], record.get("system"), place)
+    fault = f"neither 'messages' nor 'conversations' among the keys ({names(record)})"
+    raise UserError(f"{place}: {fault}; one of them is needed")
 
 
 def _strict(messages: object, place: str) -> list[Message]:
@@ -145,11 +164,14 @@ def _strict(messages: object, place: str) -> list[Message]:
     return turns
 
 
-def _sharegpt(record: dict[str, Any], place: str) -> list[Message]:
-    """ShareGPT: what cannot be read becomes a turn that ends the usable beginning."""
-    listed, system = record["conversations"], record.get("system")
+def read_sharegpt(listed: object, system: object, place: str, key: str = "conversations") -> list[Message]:
+    """ShareGPT: what cannot be read becomes a turn that ends the usable beginning. ``key`` is where ``listed`` stood.
+
+    Raises:
+        UserError: something else than a list.
+    """
     if not isinstance(listed, list):
-        raise UserError(f"{place}: conversations is {say(listed)}; a list of objects with 'from' and 'value' is needed")
+        raise UserError(f"{place}: {key} is {say(listed)}; a list of objects with 'from' and 'value' is needed")
     turns: list[Message] = []
     if isinstance(system, str) and system.strip() and whole_characters(system):
         turns.append({"role": "system", "content": system})
@@ -183,4 +205,9 @@ def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, .
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole
-    return Conversation(str(record.get("id", place)), messages, **said)
+    name = str(record.get("id", place))
+    if not whole_characters(name + said.get("source", "")):
+        raise UserError(f"{place}: id or source holds half a surrogate pair; whole characters are needed")
+    if not 0 <= (said.get("temperature") or 0) < math.inf:
+        raise UserError(f"{place}: temperature is {said['temperature']}; a number from 0 is needed")
+    return Conversation(name, messages, **said)

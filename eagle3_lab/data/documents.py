@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,8 @@ OverLength = Literal["cut", "drop"]
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation's L token ids (int32), and for each whether the target wrote it."""
+    """One conversation's L token ids (int32), and for each whether the target wrote it. Under a thinking template a
+    conversation may be several documents, which then follow each other."""
 
     conversation: Conversation
     ids: Int[Tensor, " L"]
@@ -38,34 +39,44 @@ def documents(
     *,
     max_length: int,
     over_length: OverLength = "cut",
+    wanted: int | None = None,
 ) -> Iterator[Document]:
-    """Encode conversations one by one, and count in ``report`` what is kept, shortened and dropped.
+    """Encode conversations one by one, and count in ``report`` what is kept, shortened and dropped. ``wanted``: stop
+    behind so many that are kept.
 
     Dropped: answers that loop (`is_looping`) or hold the end-of-turn marker as text, since the target would have
-    stopped there; conversations of which nothing supervised is left within ``max_length`` tokens. A longer one is cut
-    behind its first ``max_length`` tokens or dropped as a whole; the part of an answer that is kept stays supervised.
+    stopped there; answers that cannot stand behind the template's prompts, or tool turns that it cannot render;
+    conversations of which nothing supervised is left within ``max_length`` tokens. A longer one is cut behind its first
+    ``max_length`` tokens or dropped as a whole; the part of an answer that is kept stays supervised. Noted: a text of
+    the user's, the system's or a tool's that holds a special token's text; it is read as the token, as a server does.
 
     Raises:
         UserError: a conversation that the chat template cannot render or mask, with its id.
     """
+    before = report.kept
     for conversation in conversations:
+        if report.kept - before == wanted:
+            return
+        if reason := _unmaskable(conversation, chat):
+            report.dropped[reason] += 1
+            continue
         try:
-            encoded = chat.encode(conversation.messages, cut=conversation.cut)
+            encoded = chat.encode_each(conversation.messages, cut=conversation.cut)
         except UserError as error:
             raise UserError(f"conversation {conversation.id}: {error}") from None
-        long = len(encoded.ids) > max_length
-        kept = Encoded(encoded.ids[:max_length], encoded.supervised[:max_length]) if long else encoded
-        if reason := _unfit(conversation, encoded, chat.end_of_turn):
+        kept = [Encoded(one.ids[:max_length], one.supervised[:max_length]) for one in encoded]
+        kept = [one for one in kept if any(one.supervised)]
+        long = any(len(one.ids) > max_length for one in encoded)
+        if reason := _unfit(conversation, encoded, chat.end_of_turn) or _too_long(long, kept, over_length):
             report.dropped[reason] += 1
-        elif long and over_length == "drop":
-            report.dropped["longer than max_length"] += 1
-        elif not any(kept.supervised):
-            report.dropped["no answer within max_length"] += 1
-        else:
-            report.kept += 1
-            if long:
-                report.shortened["longer than max_length"] += 1
-            yield Document(conversation, torch.tensor(kept.ids, dtype=torch.int32), torch.tensor(kept.supervised))
+            continue
+        report.kept += 1
+        if long:
+            report.shortened["longer than max_length"] += 1
+        if chat.imitates(conversation.messages):
+            report.noted["a template marker in a text that is not the target's"] += 1
+        for one in kept:
+            yield Document(conversation, torch.tensor(one.ids, dtype=torch.int32), torch.tensor(one.supervised))
 
 
 def documents_hash(found: Iterable[Document]) -> str:
@@ -78,13 +89,27 @@ def documents_hash(found: Iterable[Document]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unfit(conversation: Conversation, encoded: Encoded, end_of_turn: int) -> str:
+def _unmaskable(conversation: Conversation, chat: Chat) -> str:
+    """Why a conversation cannot be encoded under this template, or ""."""
+    if not chat.takes_tools and any(turn["role"] == "tool" for turn in conversation.messages):
+        return "tool turns, which the template does not render"
+    return chat.misfit(conversation.messages, cut=conversation.cut)
+
+
+def _unfit(conversation: Conversation, encoded: Sequence[Encoded], end_of_turn: int) -> str:
     """Why a conversation must not be trained on, or ""."""
-    answers = _answers(encoded)
+    answers = [answer for one in encoded for answer in _answers(one)]
     if conversation.looping or any(map(is_looping, answers)):
         return "looping answer"
     ends = sum(answer.count(end_of_turn) for answer in answers)
     return "end-of-turn marker inside an answer" if ends != len(answers) - conversation.cut else ""
+
+
+def _too_long(long: bool, kept: Sequence[Encoded], over_length: OverLength) -> str:
+    """Why nothing within ``max_length`` is trained on, or ""."""
+    if long and over_length == "drop":
+        return "longer than max_length"
+    return "" if kept else "no answer within max_length"
 
 
 def _answers(encoded: Encoded) -> list[list[int]]:

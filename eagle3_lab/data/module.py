@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,18 @@ from eagle3_lab.data.conversations import Conversation, Report, read_conversatio
 from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
 from eagle3_lab.data.held_out import candidates, without
 from eagle3_lab.data.kept import KeptRows, Reading
+from eagle3_lab.data.overlap import Overlap, unmeasured
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
-from eagle3_lab.data.records import file_hash
+from eagle3_lab.data.prepared import licences_of
+from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import TargetSpec
 
 _log = logging.getLogger(__name__)
+
+PREPARED = "prepared"
+"""A path that stands for what the experiment's `prepare` section makes."""
 
 
 class ConversationData(LightningDataModule):
@@ -33,7 +38,8 @@ class ConversationData(LightningDataModule):
     Build it once with the target's chat and sizes, then hand it to a trainer.
 
     Args:
-        path: a .jsonl, .jsonl.gz or .json of conversations (see `conversations`), or ``package:conversations``.
+        path: a .jsonl, .jsonl.gz or .json of conversations (see `conversations`), ``package:conversations``, or
+            ``prepared``: what the experiment's ``prepare`` section makes.
         max_length: longest document in tokens.
         row_length: tokens a packed row has room for.
         rows_per_batch: rows of one batch, on each process.
@@ -91,14 +97,52 @@ class ConversationData(LightningDataModule):
         self.seed = seed
         self.reading = None
 
-    def build(self, chat: Chat, spec: TargetSpec, beside: Sequence[Path | str] = ()) -> None:
+    def build(
+        self,
+        chat: Chat,
+        spec: TargetSpec,
+        beside: Sequence[Path | str] = (),
+        *,
+        file: Path | None = None,
+        measured: Overlap | None = None,
+    ) -> None:
         """Read, encode and divide the conversations, for one target.
 
-        ``beside``: further files, trained on as a whole: neither held out nor limited.
+        ``beside``: further files, trained on as a whole: neither held out nor limited. ``file``: what is read instead
+        of ``path``. ``measured``: finds evaluation prompts, with which nothing trained on may overlap.
 
         Raises:
             UserError: an unreadable file, a template that cannot be masked, nothing left to train on, or a target that
                 cannot read so many tokens, has no such token, or does not end at the template's end of turn.
+        """
+        self.check(chat, spec)
+        self._file, self._measured = self.path if file is None else str(file), measured
+        found, read = read_conversations(self._file)
+        train, held = Report("train"), Report("held out")
+        split = candidates(found, self.wanted)
+        self.held_out = list(self._documents(split.held_out, chat, held, split.wanted))
+        self.train = list(self._documents(self._unasked(split.train, train), chat, train, self.limit))
+        self.reports = [read, train, held]
+        for path in beside:
+            more, read = read_conversations(str(path))
+            self.reports.insert(-2, read)
+            self.train += self._documents(self._unasked(more, train), chat, train)
+        if not self.train:
+            raise UserError(
+                f"{self._file}: nothing to train on within max_length {self.max_length} ({train}); "
+                "a larger max_length or other conversations are needed"
+            )
+        self._check_ids(spec)
+        self.hash = documents_hash([*self.train, *self.held_out])
+        self._spec, self._template_hash = spec, chat.template_hash
+        if any(report.dropped for report in self.reports):
+            _log.warning("%s", self.summary())
+
+    def check(self, chat: Chat, spec: TargetSpec) -> None:
+        """Refuse a target for which nothing of this can be right, before anything is read or answered.
+
+        Raises:
+            UserError: one that cannot read so many tokens, or does not end at the template's end of turn.
         """
         if self.max_length > spec.max_positions:
             raise UserError(f"data.max_length: {self.max_length}, but {spec.name} reads at most {spec.max_positions}")
@@ -107,26 +151,6 @@ class ConversationData(LightningDataModule):
                 f"chat template: ends an answer with token {chat.end_of_turn}, at which {spec.name} does not stop "
                 f"(end tokens {list(spec.end_tokens)}); template and target must be of one model"
             )
-        found, read = read_conversations(self.path)
-        train, held = Report("train"), Report("held out")
-        split = candidates(found, self.wanted)
-        self.held_out = list(islice(self._documents(split.held_out, chat, held), split.wanted))
-        self.train = list(islice(self._documents(self._unasked(split.train, train), chat, train), self.limit))
-        self.reports = [read, train, held]
-        for path in beside:
-            more, read = read_conversations(str(path))
-            self.reports.insert(-2, read)
-            self.train += self._documents(self._unasked(more, train), chat, train)
-        if not self.train:
-            raise UserError(
-                f"{self.path}: nothing to train on within max_length {self.max_length} ({train}); "
-                "a larger max_length or other conversations are needed"
-            )
-        self._check_ids(spec)
-        self.hash = documents_hash([*self.train, *self.held_out])
-        self._spec, self._template_hash = spec, chat.template_hash
-        if any(report.dropped for report in self.reports):
-            _log.warning("%s", self.summary())
 
     def all_documents(self) -> list[Document]:
         """All of them, in the order of ``hash``."""
@@ -141,14 +165,24 @@ class ConversationData(LightningDataModule):
         return {
             "hash": self.hash,
             "path": self.path,
-            "file_hash": file_hash(self.path),
+            "file_hash": file_hash(self._file),
             "tokenizer_hash": self._spec.tokenizer_hash,
             "template_hash": self._template_hash,
             "max_length": self.max_length,
             "over_length": self.over_length,
+            "licences": self.licences(),
             "train": _sizes(self.train),
             "held_out": _sizes(self.held_out),
         }
+
+    @property
+    def file(self) -> Path:
+        """The file that was read."""
+        return locate(self._file)
+
+    def licences(self) -> dict[str, str]:
+        """The terms of the texts by source, where a manifest beside the file says them."""
+        return licences_of(self.file)
 
     def token_counts(self) -> Int[Tensor, " V"]:
         """How often each target token was written by the target in the training text, for the draft vocabulary."""
@@ -157,7 +191,7 @@ class ConversationData(LightningDataModule):
 
     def prompts(self) -> list[Prompt]:
         """The held-out conversations' user turns, to be answered anew by a decoder."""
-        return [_prompt(one.conversation) for one in self.held_out]
+        return [_prompt(one) for one in {id(held.conversation): held.conversation for held in self.held_out}.values()]
 
     def train_dataloader(self) -> RowLoader:
         """Packed rows, in an order of their own each epoch; resumable at any batch."""
@@ -168,10 +202,14 @@ class ConversationData(LightningDataModule):
         return [self._loader(self.held_out, None)] if self.held_out else []
 
     def _unasked(self, some: Sequence[Conversation], report: Report) -> list[Conversation]:
-        return without(some, [one.conversation for one in self.held_out], report)
+        rest = without(some, [one.conversation for one in self.held_out], report)
+        return rest if self._measured is None else unmeasured(rest, self._measured, report)
 
-    def _documents(self, some: Sequence[Conversation], chat: Chat, report: Report) -> Iterator[Document]:
-        return documents(some, chat, report, max_length=self.max_length, over_length=self.over_length)
+    def _documents(
+        self, some: Sequence[Conversation], chat: Chat, report: Report, wanted: int | None = None
+    ) -> Iterator[Document]:
+        lengths: OverLength = self.over_length
+        return documents(some, chat, report, max_length=self.max_length, over_length=lengths, wanted=wanted)
 
     def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
         rank, world = self._share()
@@ -207,13 +245,14 @@ class ConversationData(LightningDataModule):
 
 def _sizes(found: Sequence[Document]) -> dict[str, int]:
     return {
-        "conversations": len(found),
+        "conversations": len({id(one.conversation) for one in found}),
         "tokens": sum(map(len, found)),
         "supervised": sum(int(one.supervised.sum()) for one in found),
     }
 
 
 def _prompt(conversation: Conversation) -> Prompt:
-    system = [turn["content"] for turn in conversation.messages if turn["role"] == "system"]
-    turns = tuple(turn["content"] for turn in conversation.messages if turn["role"] == "user")
+    said = list(takewhile(lambda turn: turn["role"] != "tool", conversation.messages))
+    system = [turn["content"] for turn in said if turn["role"] == "system"]
+    turns = tuple(turn["content"] for turn in said if turn["role"] == "user")
     return Prompt(conversation.id, turns, conversation.source, system[0] if system else None)

@@ -26,6 +26,7 @@ import torch
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.regenerate import answers
+from eagle3_lab.data.self_written import user_opening
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
@@ -118,13 +119,6 @@ def self_written(target: HFTarget, wanted: int, seed: int, rows: int) -> list[st
         batch += 1
         say(f"self-written prompts: {len(found)} of {wanted}")
     return list(found.values())[:wanted]
-
-
-def user_opening(target: HFTarget) -> list[int]:
-    """The template up to where a user's text begins, as ids."""
-    mark = "\u241f"
-    text = str(target.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
-    return target.tokenizer(text[: text.index(mark)], add_special_tokens=False).input_ids
 
 
 def usable(text: str) -> bool:

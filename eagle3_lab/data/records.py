@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ def say(value: object) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def names(keys: Iterable[object]) -> str:
+    """Keys in a row, for messages."""
+    return ", ".join(sorted(json.dumps(str(key))[1:-1][:40] for key in keys)) or "none"
 
 
 def whole_characters(text: str) -> bool:

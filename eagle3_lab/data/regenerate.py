@@ -50,16 +50,20 @@ def answers(
     rows: int = 32,
     seed: int = 0,
     skip: Collection[int] = (),
+    top_p: float | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
     """Answer every prompt, yielding each as it ends (not in order).
 
     Args:
         prompts: token ids up to and including the generation prompt, each non-empty.
-        temperature: 0 is greedy; otherwise logits are divided by it, nothing is filtered.
+        temperature: 0 is greedy; otherwise logits are divided by it.
         max_new_tokens: an answer that reaches it without an end token is cut.
         rows: prompts answered side by side.
         seed: with the prompt's index, the seed of that prompt's draws.
         skip: numbers of prompts to leave out, answered before; the others' draws do not change.
+        top_p: tokens are drawn from the likeliest ones that together have this probability; None: from all.
+        numbers: what stands for the prompts' indices in their seeds, where a call has only a part of all prompts.
 
     Raises:
         UserError: the target's logits are NaN.
@@ -72,23 +76,25 @@ def answers(
     live: list[_Live | None] = [None] * rows
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
     ends = set(target.spec.end_tokens)
+    seeds = range(len(prompts)) if numbers is None else numbers
     step = 0
     while True:
-        for row in range(rows):
-            while live[row] is None and waiting:
-                index = waiting.popleft()
-                fresh = _Live(index, [], torch.Generator().manual_seed(hash_seed(seed, index)))
-                first = _draw(_prefill(target, session, row, prompts[index]), temperature, [fresh])
-                token[row] = first[0]
-                live[row] = fresh
-                if answer := _extend(fresh, int(first[0]), ends, max_new_tokens):
+        while waiting and (free := [row for row, one in enumerate(live) if one is None]):
+            fresh = [_Live(i, [], _generator(seed, seeds[i])) for i in _next(waiting, len(free))]
+            free = free[: len(fresh)]
+            logits = _prefill(target, session, free, [prompts[one.index] for one in fresh])
+            first = _draw(logits, temperature, fresh, top_p)
+            token[free] = first
+            for row, one, made in zip(free, fresh, first.tolist(), strict=True):
+                live[row] = one
+                if answer := _extend(one, made, ends, max_new_tokens):
                     live[row] = None
                     yield answer
         if not any(live):
             return
         active = torch.tensor([one is not None for one in live], device=target.device)
         logits = _step(session, token, active)
-        token = _draw(logits, temperature, live)
+        token = _draw(logits, temperature, live, top_p)
         made = token.tolist()
         for row, one in enumerate(live):
             if one is not None and (answer := _extend(one, made[row], ends, max_new_tokens)):
@@ -112,12 +118,18 @@ def hash_seed(seed: int, index: int) -> int:
 
 
 @torch.inference_mode()
-def _prefill(target: HFTarget, session: HFSession, row: int, prompt: Sequence[int]) -> Float[Tensor, "1 V"]:
-    """Read one prompt and put its keys into ``row``; the logits after it."""
-    alone = target.open(1, len(prompt), Needs(logits=True))
-    ids = torch.tensor([list(prompt)], device=target.device)
-    logits = alone.prefill(ids, torch.tensor([ids.shape[1]], device=target.device)).logits[:, 0]
-    session.cache.adopt(row, alone.cache)
+def _prefill(
+    target: HFTarget, session: HFSession, rows: Sequence[int], prompts: Sequence[Sequence[int]]
+) -> Float[Tensor, "n V"]:
+    """Read n prompts in one forward and put their keys into ``rows``; the logits after each."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        ids[i, : len(prompt)] = torch.tensor(prompt)
+    beside = target.open(len(prompts), ids.shape[1], Needs(logits=True))
+    logits = beside.prefill(ids.to(target.device), lengths.to(target.device)).logits[:, 0]
+    for i, row in enumerate(rows):
+        session.cache.adopt(row, beside.cache, i)
     return logits
 
 
@@ -139,7 +151,9 @@ def _settle(session: HFSession, active: Bool[Tensor, " B"]) -> None:
     session.cache.settle()
 
 
-def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None]) -> Int[Tensor, " B"]:
+def _draw(
+    logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None], top_p: float | None = None
+) -> Int[Tensor, " B"]:
     """The next token of every row, each from its own generator and never one of probability 0; PADDING where the logits
     are NaN."""
     broken = logits.isnan().any(-1)
@@ -147,6 +161,8 @@ def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live
         return logits.argmax(-1).masked_fill(broken, PADDING)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     probs = torch.softmax(wide / temperature, -1)
+    if top_p is not None and top_p < 1:
+        probs = _keep_top_p(probs, top_p)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     idle = torch.zeros(1, dtype=torch.float64)
     draws = [torch.rand(1, dtype=torch.float64, generator=one.generator) if one else idle for one in live]
@@ -154,6 +170,22 @@ def _draw(logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live
     index = torch.searchsorted(cumulative, aim, right=True).clamp(max=logits.shape[-1] - 1)
     lawful = probs.gather(1, index) > 0  # a parallel sum may grow by an ulp over a zero
     return torch.where(lawful, index, probs.argmax(-1, keepdim=True))[:, 0].masked_fill(broken, PADDING)
+
+
+def _keep_top_p(probs: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
+    """Drop the least likely tokens whose joint mass is at most 1 - top_p (transformers' rule); the likeliest stays."""
+    ascending, order = probs.sort(dim=-1, stable=True)
+    drop = ascending.cumsum(-1) <= 1 - top_p
+    drop[..., -1] = False
+    return probs.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), 0.0)
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash_seed(seed, number))
+
+
+def _next(waiting: deque[int], count: int) -> list[int]:
+    return [waiting.popleft() for _ in range(min(count, len(waiting)))]
 
 
 def _extend(one: _Live, token: int, ends: set[int], limit: int) -> Answer | None:

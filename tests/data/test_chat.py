@@ -180,9 +180,9 @@ def test_a_template_that_changes_earlier_answers_is_refused(tokenizer_with: Buil
 
 
 def test_a_template_that_changes_an_answers_text_is_refused(tokenizer_with: Build) -> None:
-    strips = PLAIN.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+    shouts = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] | replace('c', 'C') }}")
     with pytest.raises(UserError, match=r"changes the text of turn 1"):
-        Chat(tokenizer_with(strips + PROMPT)).encode(turns("a", "<think>b</think>c"))
+        Chat(tokenizer_with(shouts + PROMPT)).encode(turns("a", "c"))
 
 
 def test_a_conversation_without_an_answer_is_an_error_and_not_a_mask_of_zeros(chatml: PreTrainedTokenizerFast) -> None:

@@ -122,7 +122,10 @@ SHAREGPT = [
     (gpt(*[("human", "q"), ("gpt", "a")] * 3), 6, ""),
     (gpt(("human", "q"), ("gpt", "a"), ("human", "q")), 2, "last turn not answered"),
     (gpt(("human", "q"), ("gpt", "a"), ("human", "q"), ("gpt", " ")), 2, "empty answer"),
-    (gpt(("human", "q"), ("gpt", "a"), ("tool", "t"), ("gpt", "a")), 2, "tool turn"),
+    (gpt(("human", "q"), ("gpt", "a"), ("tool", "t"), ("gpt", "a")), 4, ""),
+    (gpt(("human", "q"), ("function_call", "f"), ("observation", "t"), ("observation", "t"), ("gpt", "a")), 5, ""),
+    (gpt(("human", "q"), ("gpt", "a"), ("tool", "t"), ("human", "q"), ("gpt", "a")), 2, "tool turn not answered"),
+    (gpt(("human", "q"), ("tool", "t"), ("gpt", "a")), 0, "tool turn without a call"),
     (gpt(("user", "q"), ("assistant", "a")), 2, ""),
     (gpt(("human", "q"), ("gpt", "a"), ("gpt", "b")), 2, "two answers in a row"),
     (gpt(("human", "q"), ("gpt", "a"), ("system", "s")), 2, "system turn inside"),
@@ -142,6 +145,9 @@ def test_sharegpt_oddities_keep_their_usable_beginning_and_are_counted(tmp_path:
     assert [len(one.messages) for one in found] == [turns for _, turns, _ in SHAREGPT if turns]
     for one in found:
         roles = [turn["role"] for turn in one.messages if turn["role"] != "system"]
+        if "tool" in roles:
+            assert roles[-1] == "assistant" and roles[roles.index("tool") - 1] == "assistant"
+            continue
         assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert report.kept == len(found)
     for counts, kept in ((report.dropped, False), (report.shortened, True)):

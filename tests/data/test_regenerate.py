@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from random_targets import random_target
+from transformers import TopPLogitsWarper
 
 from eagle3_lab.cache import BUCKET
 from eagle3_lab.data import regenerate
@@ -188,6 +189,23 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch, "rand", lambda *a, u=uniform, **k: torch.tensor([u], dtype=torch.float64))
         assert regenerate._draw(logits, 0.7, live).tolist() == expected
         assert regenerate._draw(logits.double(), 0.7, live).tolist() == expected
+
+
+def test_numbers_stand_for_indices_where_a_call_has_a_part_of_all_prompts() -> None:
+    whole = made(llama(), temperature=1.0, rows=3, max_new_tokens=6)
+    part = [4, 1, 6]
+    asked = [PROMPTS[i] for i in part]
+    some = answers(llama(), asked, temperature=1.0, rows=2, max_new_tokens=6, numbers=part)
+    found = {answer.index: answer.tokens for answer in some}
+    assert [found[i] for i in range(3)] == [whole[i].tokens for i in part]
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
+def test_top_p_keeps_the_tokens_that_transformers_keeps(top_p: float) -> None:
+    logits = torch.randn(40, 23, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(40, 1, dtype=torch.long), logits)
+    kept = regenerate._keep_top_p(logits.softmax(-1), top_p)
+    assert torch.equal(kept > 0, theirs > -torch.inf)
 
 
 @pytest.mark.parametrize("temperature", [0.4, 4.0])

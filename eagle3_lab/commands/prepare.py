@@ -1,0 +1,75 @@
+"""`prepare`: from prompts to what is trained on, with a look at it before anything is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from eagle3_lab.commands import stages
+from eagle3_lab.commands.card import card_text, data_card
+from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.stream import Ink
+from eagle3_lab.data.documents import Document
+from eagle3_lab.data.prepared import manifest_of
+from eagle3_lab.errors import UserError
+from eagle3_lab.experiment import Experiment
+
+
+def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None) -> None:
+    """Make the conversations that an experiment trains on, and print their data card.
+
+    What the ``prepare`` section makes lies in the cache, where `fit` finds it; without that section the card is of the
+    file that ``data.path`` names. A killed command goes on where it was.
+
+    Args:
+        experiment: whose target, prompts and data.
+        show: also print so many training conversations as tokens, what is supervised in colour.
+        output: also write the file there, with its manifest and card beside it.
+
+    Raises:
+        UserError: a mistake in the experiment, its prompts, its server or its target, or a disk that is full.
+    """
+    if show < 0:
+        raise UserError(f"--show: must be >= 0, got {show}")
+    target = stages.load_target(experiment)
+    data = stages.build_data(experiment, target)
+    try:
+        vocabulary = stages.draft_vocabulary(experiment, target, data)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+    card = data_card(data, vocabulary, target.spec.vocab)
+    print(card_text(card), end="")
+    file = None if experiment.prepare is None else data.file
+    if file is not None:
+        print(f"conversations: {file}\nmanifest: {manifest_of(file)}")
+    if output is not None:
+        _write(output, file, card)
+    for number, document in enumerate(data.train[:show], 1):
+        print(f"\n--- {number}: {document.conversation.id}")
+        show_document(document, target.tokenizer, Ink(sys.stdout))
+
+
+def show_document(document: Document, tokenizer: PreTrainedTokenizerBase, ink: Ink) -> None:
+    """A document's text, supervised tokens in colour; where there are no colours, between double brackets."""
+    pairs = zip(document.ids.tolist(), document.supervised.tolist(), strict=True)
+    for supervised, run in groupby(pairs, key=lambda pair: pair[1]):
+        text = _visible(str(tokenizer.decode([token for token, _ in run])))
+        ink.write(f"[[{text}]]" if supervised and not ink.colours else text, drafted=supervised)
+    ink.write("\n")
+
+
+def _visible(text: str) -> str:
+    """Control characters as their escapes: a text must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def _write(output: Path, file: Path | None, card: dict) -> None:
+    if file is None:
+        raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
+    write_text(output, file.read_text("utf-8"))
+    write_text(manifest_of(output), manifest_of(file).read_text("utf-8"))
+    write_text(output.with_name(f"{output.name.partition('.jsonl')[0]}.card.json"), json.dumps(card, indent=2) + "\n")

@@ -1,0 +1,211 @@
+"""Conversations answered turn by turn, in batches that never change: killed anywhere, the same file comes out.
+
+A batch is fixed by what was said before it: the prompts of one turn in order of length, as many as fit. What the target
+writes depends, in the last bits, on which prompts stand beside each other; so a batch that a kill left unfinished is
+answered again as a whole, and a finished one is read from the journal. Who answers is another part's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from eagle3_lab.data.chat import Chat, Message
+from eagle3_lab.data.journal import Journal
+from eagle3_lab.data.regenerate import answers
+from eagle3_lab.loops import is_looping
+from eagle3_lab.target.adapter import HFTarget
+
+WAVES = 4  # prompts of a batch, per row: as one row's answer ends, the next prompt takes its place
+
+
+@dataclass(frozen=True)
+class Said:
+    """One answer: its text; how many tokens it has, its end included; whether the limit cut it; whether its text reads
+    back as the tokens that were written; whether it loops."""
+
+    text: str
+    tokens: int
+    cut: bool
+    exact: bool
+    looping: bool
+
+
+@dataclass(frozen=True)
+class Room:
+    """What answers may take.
+
+    ``max_new_tokens`` an answer; ``rows`` side by side, and at most ``batch_tokens`` in rows x longest row;
+    ``max_positions`` of the target.
+    """
+
+    max_new_tokens: int
+    rows: int
+    batch_tokens: int
+    max_positions: int
+
+    def fits(self, prompt: Sequence[int]) -> bool:
+        """Whether an answer of full length fits behind the prompt."""
+        return len(prompt) + self.max_new_tokens <= self.max_positions
+
+    def rows_for(self, longest: int) -> int:
+        """Prompts of this length that stand side by side."""
+        return max(1, min(self.rows, self.batch_tokens // (longest + self.max_new_tokens)))
+
+
+class Answerer(ABC):
+    """Who answers prompts of token ids, and how it draws."""
+
+    temperature: float
+
+    @abstractmethod
+    def answer(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], turn: int, rows: int, room: Room
+    ) -> list[Said]:
+        """One answer a prompt, in their order. ``numbers``: of the prompts' conversations, for their seeds.
+
+        Raises:
+            UserError: an answer that cannot be had.
+        """
+
+
+@dataclass
+class Dialogue:
+    """One conversation while it is answered: its questions, and what was said so far."""
+
+    id: str
+    source: str
+    number: int
+    asked: tuple[Message, ...]
+    messages: list[Message] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    stopped: str = ""
+
+    def ask(self) -> bool:
+        """Put the next question, if there is one and the conversation goes on."""
+        left = self.asked[len(self.messages) - len(self.said) :]
+        if self.stopped or not left:
+            return False
+        system = left[0]["role"] == "system"
+        self.messages += left[: 2 if system else 1]
+        return True
+
+    def hear(self, said: Said) -> None:
+        """Take an answer; an empty one takes its question back, and a cut one is the last."""
+        if not said.text.strip():
+            self.stop("empty answer")
+            return
+        self.messages.append({"role": "assistant", "content": said.text})
+        self.said.append(said)
+        if said.cut and len(self.said) < sum(turn["role"] == "user" for turn in self.asked):
+            self.stopped = "answer cut at max_new_tokens"
+
+    def stop(self, why: str) -> None:
+        """End the conversation before the question that was just put."""
+        self.messages.pop()
+        self.stopped = why
+
+
+def converse(
+    dialogues: Sequence[Dialogue],
+    chat: Chat,
+    answerer: Answerer,
+    room: Room,
+    journal: Journal,
+    name: str,
+    on_batch: Callable[[int, int], None],
+) -> None:
+    """Answer every question of every dialogue. ``name`` is the job's in the journal; ``on_batch`` is told answers and
+    tokens of each batch that is made now.
+
+    Raises:
+        UserError: a template that cannot render a conversation, or an answer that cannot be had.
+    """
+    turn = 0
+    while going := [one for one in dialogues if one.ask()]:
+        ids = [chat.prompt_ids(one.messages) for one in going]
+        for one, prompt in zip(going, ids, strict=True):
+            if not room.fits(prompt):
+                one.stop("longer than the target reads")
+        fitting = [i for i, one in enumerate(going) if not one.stopped]
+        fitting.sort(key=lambda i: (len(ids[i]), going[i].number))
+        for number, batch in enumerate(_batches(fitting, ids, room)):
+            made = journal.step(
+                f"{name} {turn} {number}", _maker(answerer, [ids[i] for i in batch], going, batch, turn, room, on_batch)
+            )
+            for i, said in zip(batch, made, strict=True):
+                going[i].hear(Said(*said))
+        turn += 1
+
+
+def _maker(
+    answerer: Answerer,
+    prompts: list[list[int]],
+    going: Sequence[Dialogue],
+    batch: Sequence[int],
+    turn: int,
+    room: Room,
+    on_batch: Callable[[int, int], None],
+) -> Callable[[], list[list]]:
+    def make() -> list[list]:
+        rows = room.rows_for(max(map(len, prompts)))
+        made = answerer.answer(prompts, [going[i].number for i in batch], turn, rows, room)
+        on_batch(len(made), sum(said.tokens for said in made))
+        return [[said.text, said.tokens, said.cut, said.exact, said.looping] for said in made]
+
+    return make
+
+
+def _batches(order: Sequence[int], ids: Sequence[Sequence[int]], room: Room) -> list[list[int]]:
+    """Prompts in order of length, cut into batches of WAVES times as many as fit side by side.
+
+    Longest first, so that what does not fit into memory is told at once.
+    """
+    found: list[list[int]] = []
+    left = list(order)
+    while left:
+        size = WAVES * room.rows_for(len(ids[left[-1]]))
+        found.append(left[-size:])
+        del left[-size:]
+    return found
+
+
+class ByTarget(Answerer):
+    """The target itself, by its own forward passes."""
+
+    def __init__(
+        self, target: HFTarget, end_of_turn: int, temperature: float, top_p: float | None = None, seed: int = 0
+    ) -> None:
+        self.target, self.end_of_turn = target, end_of_turn
+        self.temperature, self.top_p, self.seed = temperature, top_p, seed
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], turn: int, rows: int, room: Room
+    ) -> list[Said]:
+        made = answers(
+            self.target,
+            prompts,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_new_tokens=room.max_new_tokens,
+            rows=rows,
+            seed=self.seed + turn,
+            numbers=numbers,
+        )
+        return [self._said(one.tokens, one.cut) for one in sorted(made, key=lambda one: one.index)]
+
+    def _said(self, tokens: tuple[int, ...], cut: bool) -> Said:
+        kept = list(tokens if cut else tokens[:-1])
+        text = str(self.target.tokenizer.decode(kept))
+        back = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        exact = back == kept and (cut or tokens[-1] == self.end_of_turn)
+        return Said(text, len(tokens), cut, exact, is_looping(tokens))
+
+
+def reasons(dialogues: Sequence[Dialogue]) -> tuple[Counter[str], Counter[str]]:
+    """Why conversations were shortened and dropped."""
+    shortened = Counter(one.stopped for one in dialogues if one.stopped and one.said)
+    dropped = Counter(one.stopped for one in dialogues if not one.said)
+    return shortened, dropped

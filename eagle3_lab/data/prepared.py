@@ -1,0 +1,76 @@
+"""A prepared file of conversations and the manifest beside it: what their lines are, and what is counted of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_lab.data.dialogue import Dialogue
+from eagle3_lab.data.prompts import NOT_STATED, Talk
+from eagle3_lab.errors import UserError
+
+
+def answered(dialogues: Sequence[Dialogue], temperature: float, split: str) -> list[dict[str, Any]]:
+    """The lines of those conversations of which anything was answered."""
+    return [
+        {
+            "id": one.id,
+            "source": one.source,
+            "split": split,
+            "temperature": temperature,
+            "cut": one.said[-1].cut,
+            "looping": any(said.looping for said in one.said),
+            "exact": all(said.exact for said in one.said),
+            "answer_tokens": sum(said.tokens for said in one.said),
+            "messages": one.messages,
+        }
+        for one in dialogues
+        if one.said
+    ]
+
+
+def as_they_stand(talks: Sequence[Talk], dialogues: Sequence[Dialogue]) -> list[dict[str, Any]]:
+    """The lines of the sources' own answers. How those were drawn nobody says."""
+    chosen = [talks[one.number] for one in dialogues]
+    return [{"id": one.id, "source": one.source, "split": "train", "messages": list(one.messages)} for one in chosen]
+
+
+def tallies(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
+    """What a manifest counts. ``text``: the file's."""
+    return {
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "conversations": len(records),
+        "by_source": dict(sorted(Counter(record["source"] for record in records).items())),
+        "by_split": dict(sorted(Counter(record["split"] for record in records).items())),
+        "answer_tokens": sum(record.get("answer_tokens", 0) for record in records),
+        "cut": sum(record.get("cut", False) for record in records),
+        "looping": sum(record.get("looping", False) for record in records),
+        "not_exact": sum(not record.get("exact", True) for record in records),  # the text reads back as other ids
+    }
+
+
+def manifest_of(file: Path) -> Path:
+    """Where the manifest of a prepared file lies."""
+    return file.with_name(f"{file.name.partition('.jsonl')[0]}.manifest.json")
+
+
+def licences_of(file: Path) -> dict[str, str]:
+    """The terms of a file's texts by source, as its manifest has them; "not stated" where it has none."""
+    place = manifest_of(file)
+    said = json.loads(place.read_text("utf-8")) if place.is_file() else {}
+    return said.get("licences") or {file.name: said.get("licence", NOT_STATED)}
+
+
+def put(place: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises UserError where that cannot be written."""
+    temporary = place.with_name(f".{place.name}-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, place)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); free space, or set EAGLE3_LAB_CACHE") from None
