@@ -19,7 +19,7 @@ from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.loop import decode
+from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
@@ -57,6 +57,14 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.seed < 2**62:  # prompts are numbered from it
+            raise ValueError(f"evaluate.seed must be within 0 .. 2**62 - 1, got {self.seed}")
+        if self.other_dtype is not None and not self.other_dtype.is_floating_point:
+            raise ValueError(f"evaluate.other_dtype must be a floating point dtype, got {self.other_dtype}")
+        self._require_parts()
+
+    def _require_parts(self) -> None:
+        """Raises ValueError for tasks, laws or methods of names that no table could show."""
         for name in self.methods:
             if name.split()[:1] == [VANILLA]:
                 raise ValueError(
@@ -197,11 +205,11 @@ class _Player:
 
     def ids(self, place: Place, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:
         """The prompt behind the answers it has so far. Raises UserError where that fills the context."""
-        ids, room = self._chat.prompt_ids(prompt.messages(said)), self._target.spec.max_positions
-        if len(ids) >= room:
+        ids, context = self._chat.prompt_ids(prompt.messages(said)), self._target.spec.max_positions
+        if len(ids) >= context:
             raise UserError(
                 f"task {place.task}: turn {len(said)} of prompt {prompt.id} has {len(ids)} tokens, which leaves no "
-                f"room for an answer in {self._target.spec.name}'s context of {room}; leave the prompt out"
+                f"room for an answer in {self._target.spec.name}'s context of {context}; leave the prompt out"
             )
         return ids
 
@@ -223,7 +231,7 @@ class _Player:
     def _decode(self, law: Law, ids: Sequence[int], limit: int, seed: int) -> tuple[Decoded, float]:
         spec, device = self._target.spec, self._target.device
         limit = min(limit, self._evaluation.max_new_tokens)
-        capacity = len(ids) + limit + self._proposer.nodes + 1
+        capacity = room(len(ids), limit, spec.max_positions, self._proposer)
         session = self._target.open(1, capacity, self._proposer.needs | Needs(logits=True))
         prompt, length = torch.tensor([list(ids)], device=device), torch.tensor([len(ids)], device=device)
         watch = Stopwatch(device)

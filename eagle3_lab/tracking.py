@@ -37,6 +37,7 @@ __all__ = ["Run", "Status", "Tracking", "open_run", "serve_ui", "store_uri", "ui
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LONGEST_PARAM = 500
+LONGEST_NAME = 120  # it is a folder's name as well
 KINDS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 shows it as one of prompts and traces
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
 METRICS_PER_BATCH = 1000
@@ -55,6 +56,10 @@ class Tracking:
     folder: Path = Path("mlruns")
     experiment: str = "eagle3_lab"
     run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.experiment.encode()) <= LONGEST_NAME:
+            raise ValueError(f"tracking.experiment must have 1 to {LONGEST_NAME} bytes, got {self.experiment[:40]!r}")
 
 
 class Run:
@@ -214,6 +219,7 @@ def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported, hence here
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     # A page about creating tables from both; from the first also a traceback of every failure, which it raises as well.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
@@ -230,9 +236,11 @@ def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
         return _client(where / "mlflow.db"), where
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"tracking.folder: {folder} cannot be written ({error}); name a folder that can") from None
-    except MlflowException as error:
+    except (MlflowException, SQLAlchemyError) as error:  # the second from a disk that is full
         reason = str(error).splitlines()[0]
-        raise UserError(f"tracking.folder: {folder}/mlflow.db cannot be opened ({reason})") from None
+        raise UserError(
+            f"tracking.folder: {folder}/mlflow.db cannot be opened ({reason}); make room, or name another folder"
+        ) from None
 
 
 def _make_store(folder: Path) -> None:

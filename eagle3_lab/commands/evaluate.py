@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands import measuring, stages
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
 from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.data.module import ConversationData
@@ -38,6 +38,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
         UserError: no ``evaluate`` section, no trained head or one of another target, or what `measure` refuses.
     """
     _require_sections(experiment, checkpoint_path)
+    require_place(json, "--json")
     require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
     data = None

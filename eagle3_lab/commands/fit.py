@@ -9,7 +9,7 @@ from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import measuring, stages
 from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.estimate import estimate
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import read_object, require_place, write_text
 from eagle3_lab.commands.work import STATE, Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
@@ -44,6 +44,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
             f"fit: the experiment has no {', no '.join(lacks)}, and without there is nothing to train; add what is "
             "missing, or measure what needs no head with `evaluate`"
         )
+    require_place(json, "--json")
     if not dry_run:
         require_writable(experiment.tracking.folder)
     target = stages.load_target(experiment)
@@ -60,13 +61,14 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
+    fresh = work.run_id() is None
     with continued(experiment, data, work) as run:
         work.remember(run.id)
         log_setting(experiment, data, run)
         card = data_card(data, stages.draft_vocabulary(experiment, target, data), target.spec.vocab)
         run.log_text(card_text(card), "data_card.txt")
         run.log_text(json_module.dumps(card, indent=2) + "\n", "data_card.json")
-        module = trained(experiment, target, data, module, run, work)
+        module = trained(experiment, target, data, module, run, work, fresh)
         text = closed(experiment, target, data, module, run, work)
     print(text, end="")
     if json is not None:
@@ -86,10 +88,21 @@ def continued(experiment: Experiment, data: ConversationData, work: Work) -> Run
 
 
 def trained(
-    experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule, run: Run, work: Work
+    experiment: Experiment,
+    target: HFTarget,
+    data: ConversationData,
+    module: DraftModule,
+    run: Run,
+    work: Work,
+    fresh: bool = False,
 ) -> DraftModule:
-    """The trained module: from its checkpoint where this very training is done, else trained now."""
+    """The trained module: from its checkpoint where this very training is done, else trained now. ``fresh``: the run
+    is a new one, which knows no checkpoint yet."""
+    if work.draft.is_file() and not checkpoint.usable(work.draft):
+        raise UserError(f"{work.draft}: is damaged; remove it, and training goes on from its last checkpoint")
     if work.draft.is_file():
+        if fresh:
+            run.log_artifact(work.draft, "checkpoint")
         with stage("training", "steps", budget_s=experiment.budgets.get("training")) as s:
             s.reused()
     else:
@@ -103,11 +116,12 @@ def closed(
     experiment: Experiment, target: HFTarget, data: ConversationData, module: DraftModule, run: Run, work: Work
 ) -> str:
     """The closing table as text: measured now, or as it was where nothing changed."""
-    told = work.folder / CLOSING_JSON
-    if told.is_file() and json_module.loads(told.read_text()).get("key") == work.key:
+    told, text = work.folder / CLOSING_JSON, work.folder / CLOSING_TEXT
+    before = read_object(told)
+    if (before.get("key"), before.get("run_id")) == (work.key, run.id) and text.is_file():
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
-        return (work.folder / CLOSING_TEXT).read_text()
+        return text.read_text()
     hits = stages.read_held_out(module, data)
     measured, journal = measuring.Measured(), None
     if experiment.evaluate is not None:
@@ -116,7 +130,7 @@ def closed(
         measured = measuring.decode_methods(experiment, target, head, held_out, run, journal)
     table = stages.closing_table(experiment, target, measured, hits, run, work.draft)
     log_closing(experiment, table, run, journal)
-    write_text(work.folder / CLOSING_TEXT, as_text(table))
+    write_text(text, as_text(table))
     write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")
     if journal is not None:
         journal.remove()

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import read_object, write_text
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -59,11 +59,11 @@ class Work:
         """The number format of this training's products and why: chosen by its first process when it begins, then the
         same for all its processes and whenever it goes on, however fast the machine is by then."""
         file = self.folder / PRODUCTS
-        if ranks.is_first() and not file.is_file():
-            write_text(file, json.dumps(choose()))
-        ranks.wait_for(file.is_file)
-        name, why = json.loads(file.read_text())
-        return name, why
+        if ranks.is_first() and not read_object(file):
+            write_text(file, json.dumps(dict(zip(("precision", "why"), choose(), strict=True))))
+        ranks.wait_for(lambda: bool(read_object(file)))
+        said = read_object(file)
+        return said["precision"], said["why"]
 
     def run_id(self) -> str | None:
         """The run that was started for this very experiment; None where there is none yet."""
@@ -80,8 +80,8 @@ class Work:
         write_text(self.folder / STATE, json.dumps({"run_id": run_id, "key": self.key}))
 
     def _state(self) -> dict[str, str]:
-        file = self.folder / STATE
-        return json.loads(file.read_text()) if file.is_file() else {}
+        found = read_object(self.folder / STATE)
+        return found if isinstance(found.get("run_id"), str) else {}
 
 
 def require_writable(folder: Path) -> None:
