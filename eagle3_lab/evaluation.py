@@ -21,7 +21,6 @@ from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.methods import Head, Method, Vanilla
-from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
 from eagle3_lab.journal import Answers, Journal, Place, Turn
 from eagle3_lab.target.adapter import HFTarget
@@ -200,7 +199,7 @@ class _Player:
         except ValueError as error:
             raise UserError(f"evaluate.methods.{contestant.name}: {error}") from None
         self._chat = Chat(self._target.tokenizer)
-        self._verifier: Verifier = ExactVerifier()
+        self._verifier: Verifier = contestant.method.verifier
         self._evaluation = evaluation
 
     def ids(self, place: Place, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:

@@ -15,6 +15,7 @@ import eagle3_lab.decode.auto
 import eagle3_lab.decode.choices
 import eagle3_lab.decode.grow
 import eagle3_lab.decode.methods
+import eagle3_lab.decode.typical
 import eagle3_lab.draft.eagle1
 import eagle3_lab.draft.first_layers
 import eagle3_lab.draft.hydra

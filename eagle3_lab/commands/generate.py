@@ -18,7 +18,6 @@ from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import OnTokens, decode, room
 from eagle3_lab.decode.methods import Head, Method, Vanilla
-from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError, near
 from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
@@ -27,7 +26,7 @@ from eagle3_lab.metrics import pooled_tau
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.train import Model
-from eagle3_lab.types import Decoded, Law, Needs, Proposer
+from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
 
 STOPPED = {"end": "", "length": ", stopped by --max-new-tokens", "context": ", stopped by the end of the context"}
 
@@ -70,7 +69,9 @@ def generate(
         proposer = chosen.proposer(target.spec, head)
     except ValueError as error:
         raise UserError(f"evaluate.methods.{name}: {error}") from None
-    speaker = Speaker(target, proposer, law, name=name, max_new_tokens=max_new_tokens, seed=experiment.seed)
+    speaker = Speaker(
+        target, proposer, law, chosen.verifier, name=name, max_new_tokens=max_new_tokens, seed=experiment.seed
+    )
     if prompt is not None:
         speaker.answer(prompt)
         return
@@ -90,15 +91,24 @@ class Speaker:
         target: who answers.
         proposer: made for it.
         law: what tokens are drawn from.
+        verifier: how its drafts are judged.
         name: the method's.
         max_new_tokens: longest answer.
         seed: of all draws of the conversation.
     """
 
     def __init__(
-        self, target: HFTarget, proposer: Proposer, law: Law, *, name: str, max_new_tokens: int, seed: int
+        self,
+        target: HFTarget,
+        proposer: Proposer,
+        law: Law,
+        verifier: Verifier,
+        *,
+        name: str,
+        max_new_tokens: int,
+        seed: int,
     ) -> None:
-        self._target, self._proposer, self._law = target, proposer, law
+        self._target, self._proposer, self._law, self._verifier = target, proposer, law, verifier
         self._name, self._limit = name, max_new_tokens
         self._chat = Chat(target.tokenizer)
         self._said: list[Message] = []
@@ -140,7 +150,7 @@ class Speaker:
             target.open(1, capacity, proposer.needs | Needs(logits=True)),
             proposer,
             self._law,
-            ExactVerifier(),
+            self._verifier,
             torch.tensor([list(ids)], device=target.device),
             torch.tensor([len(ids)], device=target.device),
             max_new_tokens=self._limit,

@@ -136,6 +136,7 @@ def _results(
                     _name(c.target.dtype),
                     *sides,
                     depth=c.method.levels,
+                    lossless=c.method.verifier.lossless,
                     generator=draw,
                     law=law,
                     task=task,

@@ -12,10 +12,20 @@ from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
+from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.packed import pack
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.types import CausalDraft, DraftModel, FeatureSource, LanguageModel, Needs, Proposer, TargetSpec
+from eagle3_lab.types import (
+    CausalDraft,
+    DraftModel,
+    FeatureSource,
+    LanguageModel,
+    Needs,
+    Proposer,
+    TargetSpec,
+    Verifier,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class Method(ABC):
     proposes with a trained head."""
 
     needs_head: bool = False
+    verifier: Verifier = ExactVerifier()
+    """How its trees are judged: losslessly, unless a method says otherwise and is shown as lossy."""
 
     @property
     @abstractmethod
@@ -57,12 +69,14 @@ class HeadTree(Method):
 
     Args:
         grow: the tree's shape.
+        verifier: how the tree is judged; null: losslessly. Medusa's and Hydra's papers judge by `TypicalVerifier`.
     """
 
     needs_head = True
 
-    def __init__(self, grow: Grow) -> None:
+    def __init__(self, grow: Grow, verifier: Verifier | None = None) -> None:
         self.grow = grow
+        self.verifier = verifier or ExactVerifier()
 
     @property
     def levels(self) -> int:

@@ -187,7 +187,7 @@ def test_the_answer_is_the_targets_and_only_accepted_drafts_are_coloured(
     itself = TargetChoice(str(tiny.target), dtype=torch.float64)
     law = SamplingLaw(1.0) if refused else None  # the greedy target refuses some of what it drew itself
     proposer = DraftLM(itself, length=3, adaptive=False, law=law).proposer(target.spec, None)
-    speaker = Speaker(target, proposer, SamplingLaw(), name="sps", max_new_tokens=LIMIT, seed=0)
+    speaker = Speaker(target, proposer, SamplingLaw(), ExactVerifier(), name="sps", max_new_tokens=LIMIT, seed=0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     decoded = speaker.answer("abc")
