@@ -188,7 +188,7 @@ class UnrolledLoss:
                 if piece.rows.shape != teacher.label.shape:  # else all of them, in order
                     law, aims = teacher.rows(slot), states[slot]
                 leaf = steps[s].head_in.detach().flatten(0, 1)[piece.rows].requires_grad_(collected is not None)
-                log_q = _log_law(draft.logits(leaf, s))
+                log_q = _log_law(draft.logits(leaf.view_as(leaf), s))  # autocast would keep a leaf, and its cast, alive
                 with torch.no_grad():
                     hit[place, s] = piece.pick(vocab[log_q.argmax(-1)] == law.argmax)
                     if s >= counted:
