@@ -144,7 +144,7 @@ def draw_n_alphas(records: list[Record]) -> Drawing:
             mark = {"color": _colour(k), "marker": MARKS[k % len(MARKS)], "markersize": 4, "linewidth": 1}
             axes.plot(x, [r["value"] for r in own], label=method, **mark)
             _errors(axes, x, own, colour=_colour(k))
-        axes.set(xlabel="n (drafts of the round accepted before)", ylim=(0, 1.02), title=law)
+        axes.set(xlabel="n (drafts of the round accepted before)", ylim=(-0.03, 1.03), title=law)
         axes.set_xticks(range(max(r["n"] for r in records) + 1))
     panels[0][0].set_ylabel("n-alpha")
     return _finished(drawing, panels, len(methods))

@@ -19,6 +19,8 @@ from mlflow.tracking import MlflowClient
 from tiny import TinyLab
 
 import eagle3_lab
+from eagle3_lab import load
+from eagle3_lab.commands.measuring import open_journal
 from eagle3_lab.evaluation import _Player
 from eagle3_lab.tracking import store_uri
 
@@ -252,21 +254,23 @@ def test_an_interrupted_evaluation_goes_on_in_its_run_with_answers_and_seconds_k
     ], "drawn answers too are those of an evaluation in one piece"
 
 
-def test_another_evaluation_does_not_go_on_from_it(plain: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(_Player, "answer", interrupted(after=7))
-        assert plain.run("evaluate").code == 130
-    for words in (
-        ("--evaluate.max_new_tokens", "4"),
-        ("--evaluate.seed", "1"),
-        ("--evaluate.methods.pld.length", "2"),
-        ("--target.dtype", "float64"),
-    ):
-        ran = plain.run("evaluate", *words)
-        assert ran.code == 0
-        assert "resumed" not in ran.err + ran.out
-    (plain.yaml.parent / "turns.jsonl").write_text('{"turns": ["b", "and then"]}\n')
-    assert "resumed" not in plain.run("evaluate").err
+def test_an_evaluation_goes_on_from_its_own_answers_alone(plain: Bench) -> None:
+    def place(*overrides: str, verb: str = "evaluate") -> Path:
+        experiment = load(str(plain.yaml), *overrides)
+        return open_journal(experiment, experiment.target.load(), None, None, verb).path
+
+    own = place()
+    assert place("tracking.run_name=other", "budgets.evaluation=5") == own, "what only names or shows decides nothing"
+    others = [
+        place("evaluate.max_new_tokens=4"),
+        place("evaluate.seed=1"),
+        place("evaluate.methods.pld.init_args.length=2"),
+        place("evaluate.laws.T1.init_args.temperature=0.5"),
+        place("target.dtype=float64"),
+        place(verb="fit"),
+    ]
+    (plain.yaml.parent / "turns.jsonl").write_text('{"turns": ["b", "and then"]}\n{"turns": ["e f", "g"]}\n')
+    assert len({own, *others, place()}) == 1 + len(others) + 1
 
 
 def test_a_run_that_was_deleted_is_named_with_the_way_out(plain: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
