@@ -36,7 +36,7 @@ class SelfWritten(Prompts):
         max_tokens: longer turns are thrown away.
         min_words, max_words: shorter and longer ones too.
         rows: turns written side by side.
-        attempts: turns written at most, for each one wanted.
+        attempts: turns written at most, for each one wanted; so many batches in any case.
         seed: of the draws.
         licence: the terms of the texts: those of the target's output.
 
@@ -82,7 +82,7 @@ class SelfWritten(Prompts):
         job = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
         number = batch = 0
         while number < self.count:
-            if batch * self.rows >= self.attempts * self.count:
+            if batch * self.rows >= self.attempts * max(self.count, self.rows):
                 raise UserError(
                     f"SelfWritten.count: of {batch * self.rows} turns that the target wrote only {number} can be used, "
                     f"{self.count} are wanted; a smaller count, more attempts, or prompts from elsewhere are needed"

@@ -41,9 +41,15 @@ def chat(chatml: PreTrainedTokenizerFast) -> Chat:
 
 @pytest.fixture
 def target(model: HFTarget, chatml: PreTrainedTokenizerFast, chat: Chat) -> HFTarget:
-    """A random target in float32 that writes bytes, and ends at every sixth of them: answers of a few tokens."""
-    ends = (*range(0, 256, 6), chat.end_of_turn)
-    return HFTarget(model.model, chatml, dataclasses.replace(model.spec, end_tokens=ends))
+    """A random target in float32 that writes bytes."""
+    return HFTarget(model.model, chatml, dataclasses.replace(model.spec, end_tokens=(chat.end_of_turn,)))
+
+
+@pytest.fixture
+def brief(target: HFTarget) -> HFTarget:
+    """It ends at every sixth byte: answers of a few tokens, so that second turns come about."""
+    ends = (*range(0, 256, 6), *target.spec.end_tokens)
+    return HFTarget(target.model, target.tokenizer, dataclasses.replace(target.spec, end_tokens=ends))
 
 
 @pytest.fixture
@@ -70,7 +76,7 @@ class Killed(Exception):
 
 
 def test_a_kill_behind_any_batch_and_within_its_line_ends_in_the_same_bytes(
-    target: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    brief: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32: every batch is answered beside the very neighbours that it had."""
     real, stop, made = ByTarget.answer, 99, 0
@@ -83,20 +89,20 @@ def test_a_kill_behind_any_batch_and_within_its_line_ends_in_the_same_bytes(
         return real(self, *words)
 
     monkeypatch.setattr(ByTarget, "answer", answer)
-    place = choice(asked).make(target, chat, tmp_path / "whole", never)
+    place = choice(asked).make(brief, chat, tmp_path / "whole", never)
     whole, manifest, batches = place.read_bytes(), manifest_of(place).read_bytes(), made
     assert batches >= 3 and any(len(json.loads(line)["messages"]) == 4 for line in whole.splitlines())
     for stop in range(batches):
         folder, made = tmp_path / f"killed {stop}", 0
         with pytest.raises(Killed):
-            choice(asked).make(target, chat, folder, never)
+            choice(asked).make(brief, chat, folder, never)
         (unfinished,) = folder.iterdir()
         data = unfinished.read_bytes()
         assert data.count(b"\n") == stop
         if stop:
             unfinished.write_bytes(data[:-3])  # and its last line only half written
         stop, made = 99, 0
-        again = choice(asked).make(target, chat, folder, never)
+        again = choice(asked).make(brief, chat, folder, never)
         assert (again.read_bytes(), manifest_of(again).read_bytes()) == (whole, manifest)
         assert sorted(file.suffix for file in folder.iterdir()) == [".json", ".jsonl"]
 
@@ -113,10 +119,10 @@ def test_the_answers_are_those_of_the_target_after_the_ids_that_were_served(
             ids = torch.tensor([chat.prompt_ids(record["messages"][:i])])
             with torch.no_grad():
                 made = target.model.generate(
-                    ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=list(target.spec.end_tokens)
+                    ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=chat.end_of_turn
                 )
             new = made[0, ids.shape[1] :].tolist()
-            text = target.tokenizer.decode(new[:-1] if new[-1] in target.spec.end_tokens else new)
+            text = target.tokenizer.decode(new[:-1] if new[-1] == chat.end_of_turn else new)
             assert record["messages"][i]["content"] == text
 
 
@@ -271,7 +277,7 @@ def test_self_written_turns_are_filtered_without_repeats_and_resumed(
         ]
     )
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: next(written))
-    source = SelfWritten(2)
+    source = SelfWritten(2, max_tokens=60)
     with journal(tmp_path / "j") as kept:
         first = list(source.talks(Desk(target, kept)))
     assert [talk.messages[0]["content"] for talk in first] == [
@@ -288,5 +294,5 @@ def test_a_target_that_writes_nothing_usable_is_one_line(
     target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: ["no"])
-    with journal(tmp_path / "j") as kept, pytest.raises(UserError, match=r"of 64 turns .* only 0 can be used, 5"):
-        list(SelfWritten(5).talks(Desk(target, kept)))
+    with journal(tmp_path / "j") as kept, pytest.raises(UserError, match=r"of 320 turns .* only 0 can be used, 5"):
+        list(SelfWritten(5, max_tokens=60).talks(Desk(target, kept)))
