@@ -134,48 +134,73 @@ def answer(
     return made
 
 
-def curves(
-    target: HFTarget,
-    eagle: Eagle | None,
-    law: Law,
-    ids: Sequence[int],
-    *,
-    nodes: Sequence[int],
-    widths: Sequence[int] = (),
-    rounds: int = 6,
-    repeats: int = 3,
-    on_step: Callable[[], None] = lambda: None,
-) -> Curves:
-    """Measure the curves behind the prompt ``ids``: every size once, then all again, ``repeats`` times, so that a
-    machine that slows down slows all of them alike; the first repeat warms up and is not counted.
+class Meter:
+    """Measures the curves behind the prompt ``ids``, one :meth:`repeat` at a time: every size once, so that a machine
+    that slows down slows all of them alike. Spread over whatever the curves are to predict, repeats see the same
+    machine. The first one warms up and is not counted.
 
-    ``eagle`` and ``widths``: the head's levels to time; none without a head. Every median is over rounds * repeats.
+    ``eagle`` and ``widths``: the head's levels to time; none without a head.
     """
-    made = Curves(len(ids))
-    laps: dict[int, list[dict[str, float]]] = {n: [] for n in nodes}
-    forwards: dict[int, list[float]] = {n: [] for n in nodes}
-    levels: dict[int, list[float]] = {w: [] for w in widths}
-    step = level_step(target, eagle, ids) if eagle is not None else None
-    for repeat in range(repeats + 1):
-        for n in nodes:
+
+    def __init__(
+        self,
+        target: HFTarget,
+        eagle: Eagle | None,
+        law: Law,
+        ids: Sequence[int],
+        *,
+        nodes: Sequence[int],
+        widths: Sequence[int] = (),
+        rounds: int = 6,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._target, self._law, self._ids = target, law, ids
+        self._rounds, self._on_step = rounds, on_step
+        self._laps: dict[int, list[dict[str, float]]] = {n: [] for n in nodes}
+        self._forwards: dict[int, list[float]] = {n: [] for n in nodes}
+        self._levels: dict[int, list[float]] = {w: [] for w in (() if eagle is None else widths)}
+        self._level = None if eagle is None else level_step(target, eagle, ids)
+        self._warm = False
+
+    def repeat(self) -> None:
+        """Every size once more, ``rounds`` rounds each."""
+        target, rounds = self._target, self._rounds
+        for n, laps in self._laps.items():
             clock = Laps(target.device)
-            answer(target, Idle(n, target.spec.vocab), law, ids, 2 * rounds + 2, clock)
-            score = forward_step(target, ids, n)
-            times = [timed(score, target.device)[1] for _ in range(rounds)]
-            if repeat:
-                laps[n] += clock.rounds[1 : rounds + 1]
-                forwards[n] += times[1:]
-            on_step()
-        for w in widths if step is not None else ():
+            answer(target, Idle(n, target.spec.vocab), self._law, self._ids, 2 * rounds + 2, clock)
+            times = self._times(forward_step(target, self._ids, n))
+            if self._warm:
+                laps += clock.rounds[1 : rounds + 1]
+                self._forwards[n] += times
+        for w, levels in self._levels.items():
+            step = self._level
             assert step is not None
-            times = [timed(lambda w=w: step(w), target.device)[1] for _ in range(rounds)]
-            if repeat:
-                levels[w] += times[1:]
-            on_step()
-    made.verify = {n: Cycle.of(each) for n, each in laps.items()}
-    made.forward = {n: statistics.median(each) for n, each in forwards.items()}
-    made.draft = {w: statistics.median(each) for w, each in levels.items() if each}
-    return made
+            times = self._times(lambda w=w, step=step: step(w))
+            if self._warm:
+                levels += times
+        self._warm = True
+
+    def curves(self) -> Curves:
+        """Medians of all counted repeats. Raises ValueError before the second repeat."""
+        return Curves(
+            len(self._ids),
+            {n: Cycle.of(each) for n, each in self._laps.items()},
+            {n: statistics.median(each) for n, each in self._forwards.items()},
+            {w: statistics.median(each) for w, each in self._levels.items()},
+        )
+
+    def _times(self, work: Callable[[], object]) -> list[float]:
+        """Seconds of ``rounds`` calls, after one that is not counted."""
+        times = [timed(work, self._target.device)[1] for _ in range(self._rounds + 1)]
+        self._on_step()
+        return times[1:]
+
+
+def curves(meter: Meter, repeats: int) -> Curves:
+    """``repeats`` counted repeats in a row."""
+    for _ in range(repeats + 1):
+        meter.repeat()
+    return meter.curves()
 
 
 def forward_step(target: HFTarget, ids: Sequence[int], nodes: int) -> Callable[[], object]:

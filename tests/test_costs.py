@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_targets import random_target
 
-from eagle3_lab.costs import Cycle, Idle, Laps, answer, answer_seconds, between, curves
+from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, answer_seconds, between, curves
 from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
@@ -60,7 +60,10 @@ def test_drafting_for_nothing_changes_no_answer() -> None:
 
 def test_every_size_is_measured_and_a_larger_one_costs_more_where_it_is_much_larger() -> None:
     target = random_target(hidden_size=64, intermediate_size=512)
-    made = curves(target, headed(target), SamplingLaw(), PROMPT, nodes=(1, 300), widths=(1, 60), rounds=4, repeats=2)
+    meter = Meter(target, headed(target), SamplingLaw(), PROMPT, nodes=(1, 300), widths=(1, 60), rounds=4)
+    with pytest.raises(ValueError, match="no round was measured"):
+        meter.curves()
+    made = curves(meter, repeats=2)
     assert made.context == len(PROMPT)
     assert made.verify.keys() == made.forward.keys() == {1, 300}
     assert made.draft.keys() == {1, 60}

@@ -1,7 +1,7 @@
 """`bench decode`: what decoding costs on this machine, what that predicts, and what is measured, transformers beside.
 
-The curves are measured behind one prompt, the cost of drafting on calibration prompts, the speed on other prompts: a
-prediction never sees what it predicts, but for tau, which is the method's own.
+The curves are measured behind one prompt, the cost of drafting on calibration prompts, the speed on other prompts, all
+in turns: a prediction never sees what it predicts, but for tau and the prefill, which are the method's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eagle3_lab import checkpoint
 from eagle3_lab.commands import stages
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.work import Work
-from eagle3_lab.costs import Curves, Cycle, Laps, answer, answer_seconds, between, curves, timed
+from eagle3_lab.costs import Curves, Cycle, Laps, Meter, answer, answer_seconds, between, timed
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.auto import Choice, Watching, choose_tree
@@ -64,7 +64,7 @@ def bench_decode(
         json: also write everything there, for machines.
         prompts: how many are measured; half as many more, one at least, calibrate the cost of drafting.
         rounds: of every size, at each repeat of a curve.
-        repeats: of every curve, the first of which warms up.
+        repeats: of every curve at least, spread evenly between the prompts; one more warms up.
 
     Raises:
         UserError: no ``evaluate`` section, too few prompts, a head of another target, or a method that does not fit.
@@ -83,15 +83,15 @@ def bench_decode(
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
     contestants = _contestants(evaluation, target, head)
-    made = _curves(target, contestants, evaluation, law, calibration[0], rounds, repeats)
-    speeds = _speeds(target, contestants, law, evaluation, measured, calibration, made)
+    meter = _meter(target, contestants, evaluation, law, calibration[0], rounds)
+    methods, rivals, made = _speeds(target, contestants, law, evaluation, measured, calibration, meter, repeats)
     table = BenchTable(
         setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
         head=trained,
         context=made.context,
         curves=made,
-        methods=speeds[0],
-        rivals=speeds[1],
+        methods=methods,
+        rivals=rivals,
         trees=_trees(target, head, law, calibration, evaluation, made),
     )
     print(as_text(table), end="")
@@ -133,32 +133,20 @@ def _contestants(evaluation: Evaluation, target: HFTarget, head: Head) -> list[_
     return made
 
 
-def _curves(
+def _meter(
     target: HFTarget,
     contestants: Sequence[_Contestant],
     evaluation: Evaluation,
     law: Law,
     ids: Sequence[int],
     rounds: int,
-    repeats: int,
-) -> Curves:
+) -> Meter:
     own = [c.proposer.nodes for c in contestants]
     nodes = sorted({n for n in NODES if n <= max(*own, 16)} | set(own))
     eagle = next((c.proposer for c in contestants if isinstance(c.proposer, Eagle)), None)
     grown = [m.grow for m in evaluation.methods.values() if isinstance(m, HeadTree)]
     widths = sorted({1, 2, 4, 8, *(w for grow in grown for w in grow.widths)}) if eagle is not None else []
-    with stage("curves", "sizes", (len(nodes) + len(widths)) * (repeats + 1)) as s:
-        return curves(
-            target,
-            eagle,
-            law,
-            ids,
-            nodes=nodes,
-            widths=widths,
-            rounds=rounds,
-            repeats=repeats,
-            on_step=s.advance,
-        )
+    return Meter(target, eagle, law, ids, nodes=nodes, widths=widths, rounds=rounds)
 
 
 def _speeds(
@@ -168,33 +156,49 @@ def _speeds(
     evaluation: Evaluation,
     measured: Sequence[Sequence[int]],
     calibration: Sequence[Sequence[int]],
-    made: Curves,
-) -> tuple[list[MethodSpeed], list[RivalSpeed]]:
-    """Calibrate, then let everyone answer every measured prompt, in an order that rotates."""
+    meter: Meter,
+    repeats: int,
+) -> tuple[list[MethodSpeed], list[RivalSpeed], Curves]:
+    """Let everyone answer every measured prompt, in an order that rotates; the curves' repeats and the calibration are
+    spread between the prompts, so that all see one machine."""
     limit = evaluation.max_new_tokens
-    ends = target.spec.end_tokens
     greedy = isinstance(law, SamplingLaw) and law.temperature == 0 and law.repetition_penalty == 1
     offered = _rivals(evaluation) if greedy else []
-    total = len(calibration) * (len(contestants) + len(offered))
-    with stage("calibration", "answers", total) as s:
-        drafting = {c.name: _drafting(target, c, law, calibration, limit, ends, s.advance) for c in contestants}
+    with stage("warm-up", "answers", len(contestants) + len(offered) * len(calibration)) as s:
+        meter.repeat()
+        for c in contestants:
+            answer(target, c.proposer, law, calibration[0], WARM_UP, Laps(target.device))
+            s.advance()
         rivals = _best(target, offered, calibration, limit, s.advance)
+    drafting: dict[str, list[dict[str, float]]] = {c.name: [] for c in contestants}
     answers: dict[str, list[tuple[Decoded, float]]] = {c.name: [] for c in contestants}
     theirs: dict[str, list[tuple[int, float]]] = {r.name: [] for r in rivals}
     everyone = [*contestants, *rivals]
     with stage("decoding", "answers", len(measured) * len(everyone)) as s:
         for i, ids in enumerate(measured):
+            for _ in range(-(-repeats // len(measured))):
+                meter.repeat()
             for one in everyone[i % len(everyone) :] + everyone[: i % len(everyone)]:
                 if isinstance(one, Rival):
                     theirs[one.name].append(_rival_answer(target, one, ids, limit))
                 else:
+                    drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit)
                     answers[one.name].append(_answer(target, one, law, ids, limit, evaluation.seed + i))
                 s.advance()
+    made = meter.curves()
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
     return (
-        [_speed(c, answers[c.name], drafting[c.name], made, base) for c in contestants],
+        [_speed(c, answers[c.name], Cycle.of(drafting[c.name]), made, base) for c in contestants],
         [RivalSpeed.of(r.name, r.setting, theirs[r.name], base) for r in rivals],
+        made,
     )
+
+
+def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int) -> list[dict[str, float]]:
+    """A method's own rounds on a calibration prompt; of them only the draft's part goes into a prediction."""
+    clock = Laps(target.device)
+    answer(target, one.proposer, law, ids, limit, clock, end_tokens=target.spec.end_tokens)
+    return clock.rounds[1:]
 
 
 def _answer(
@@ -267,26 +271,6 @@ def _best(
 def _rival_answer(target: HFTarget, rival: Rival, ids: Sequence[int], limit: int) -> tuple[int, float]:
     made, seconds = timed(lambda: rival.answer(target, ids, limit), target.device)
     return len(made), seconds
-
-
-def _drafting(
-    target: HFTarget,
-    contestant: _Contestant,
-    law: Law,
-    calibration: Sequence[Sequence[int]],
-    limit: int,
-    ends: Sequence[int],
-    on_step: _Step,
-) -> Cycle:
-    """A method's own cycle on the calibration prompts; of it only the draft's part goes into a prediction."""
-    answer(target, contestant.proposer, law, calibration[0], WARM_UP, Laps(target.device))
-    rounds = []
-    for ids in calibration:
-        clock = Laps(target.device)
-        answer(target, contestant.proposer, law, ids, limit, clock, end_tokens=ends)
-        rounds += clock.rounds[1:]
-        on_step()
-    return Cycle.of(rounds)
 
 
 def _speed(

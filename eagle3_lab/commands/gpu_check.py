@@ -27,7 +27,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_lab.costs import Cycle, Idle, Laps, answer, curves
+from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, curves
 from eagle3_lab.decode.grow import DynamicTree
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
@@ -130,7 +130,8 @@ def decoding(bench: Bench, *, capture: bool) -> dict[str, object]:
     bench.draft.to(s.dtype)
     bench.source.to(s.dtype)
     law = SamplingLaw()
-    made = curves(target, eagle, law, bench.ids, nodes=s.nodes, widths=s.widths, rounds=s.rounds, repeats=s.repeats)
+    meter = Meter(target, eagle, law, bench.ids, nodes=s.nodes, widths=s.widths, rounds=s.rounds)
+    made = curves(meter, s.repeats)
     found: dict[str, object] = {"curves": asdict(made)}
     for name, proposer in (("vanilla", Vanilla()), ("tree", eagle)):
         clock = Laps(bench.device)

@@ -37,7 +37,7 @@ def test_curves_predictions_and_rivals_of_every_method(bench: Bench, tmp_path: P
         assert row["name"] in ran.out
     assert methods["vanilla"]["speedup"] == 1.0
     assert methods["vanilla"]["tau"] == 1.0
-    assert methods["lm"]["tau"] > 2.5  # the target drafts for itself
+    assert methods["lm"]["tau"] > 2  # the target drafts for itself; the last round is cut
     rivals = {row["name"] for row in said["rivals"]}
     assert rivals == {"transformers", "transformers prompt lookup", "transformers assisted"}
     assert len({row["tokens"] for row in said["rivals"]}) == 1
