@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -178,20 +178,26 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
 def _told(content: dict[str, Any], path: Path) -> tuple[Identity, str, dict[str, Tensor]]:
     """What a checkpoint was trained for, its parts and its weights. Raises UserError where it says no such thing."""
     said, weights = content.get(KEY), content.get("state_dict")
-    known = {field.name: field.type for field in fields(Identity)}
-    try:
-        identity, parts = Identity(**{name: said["target"][name] for name in known}), said["parts"]  # type: ignore[index]
-        sound = [
-            isinstance(parts, str) and isinstance(weights, dict),
-            *(type(value).__name__ == known[name] for name, value in vars(identity).items()),
-            *(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()),
-            weights[VOCAB].ndim == 1 and weights[VOCAB].dtype == torch.int64,
-        ]
-    except (AttributeError, KeyError, TypeError):
-        sound = [False]
-    if not all(sound):
+    target = said.get("target") if isinstance(said, dict) else None
+    parts = said.get("parts") if isinstance(said, dict) else None
+    if not _is_identity(target) or not isinstance(parts, str) or not _are_weights(weights):
         raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
     for name, value in weights.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise UserError(f"{path}: {name} holds NaN or infinity; train another head, with a lower optimizer.lr")
-    return identity, parts, weights
+    return Identity(**{field.name: target[field.name] for field in fields(Identity)}), parts, weights
+
+
+def _is_identity(said: object) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(said, dict):
+        return False
+    return all(type(said.get(field.name)).__name__ == field.type for field in fields(Identity))
+
+
+def _are_weights(found: object) -> TypeGuard[dict[str, Tensor]]:
+    """Named tensors, the draft vocabulary's map among them."""
+    if not isinstance(found, dict):
+        return False
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()):
+        return False
+    return VOCAB in found and found[VOCAB].ndim == 1 and found[VOCAB].dtype == torch.int64

@@ -108,7 +108,7 @@ class Bench:
             num_key_value_heads=s.kv_heads,
             max_position_embeddings=8192,
             tie_word_embeddings=False,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  taken among the keyword arguments
         )
         before = torch.get_default_dtype()
         torch.set_default_dtype(s.dtype)
@@ -265,6 +265,7 @@ def _part(name: str, work: Callable[[], dict[str, object]], device: str) -> dict
     began = time.monotonic()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    found: dict[str, object]
     try:
         found = work()
     except Exception:  # noqa: BLE001 (whatever it is, it belongs into the findings)

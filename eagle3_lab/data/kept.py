@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.data import Dataset
 
-from eagle3_lab.data.packing import PackedRows, Row
+from eagle3_lab.data.packing import PackedRows, Row, RowSource
 from eagle3_lab.data.store import Store
 from eagle3_lab.types import Batch, LogitSummary, Needs, TargetOut
 
@@ -40,12 +39,15 @@ class KeptBatch(Batch):
         return KeptBatch(plain.ids, plain.supervised, plain.position, plain.document, there)
 
 
-class KeptRows(Dataset[Batch]):
+class KeptRows(RowSource):
     """Packed rows with their features: index it as `PackedRows`. ``first`` is the place of its first document in the
     store."""
 
     def __init__(self, rows: PackedRows, reading: Reading, first: int) -> None:
         self.rows, self.reading, self.first = rows, reading, first
+
+    def lay(self, rows: Sequence[Row]) -> Batch:
+        return self.rows.lay(rows)
 
     def __getitem__(self, rows: Sequence[Row]) -> KeptBatch:
         batch = self.rows[rows]

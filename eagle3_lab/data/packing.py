@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,8 +74,19 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
-class PackedRows(Dataset[Batch]):
+class RowSource(Dataset[Batch], ABC):
     """Documents as batches: index it with the rows that a batch shall have."""
+
+    @abstractmethod
+    def __getitem__(self, rows: Sequence[Row]) -> Batch: ...
+
+    @abstractmethod
+    def lay(self, rows: Sequence[Row]) -> Batch:
+        """Tokens and masks of these rows alone."""
+
+
+class PackedRows(RowSource):
+    """Documents in packed rows."""
 
     def __init__(self, found: Sequence[Document], row_length: int) -> None:
         self.documents = found
@@ -189,7 +201,7 @@ class RowLoader:
     ``data`` is the identity of what is loaded and in which order: a state of other data is refused.
     """
 
-    def __init__(self, dataset: Dataset[Batch], order: RowOrder, data: str = "", threads: int = 0) -> None:
+    def __init__(self, dataset: RowSource, order: RowOrder, data: str = "", threads: int = 0) -> None:
         self.dataset = dataset
         self.order = order
         self.data = data

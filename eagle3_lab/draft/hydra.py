@@ -39,7 +39,7 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, target: FrozenTarget, width: int, rope_base: float | None) -> None:
         super().__init__()
-        body = Body(1, None, None, None, None, rope_base).fit(target, width)
+        body = Body(1, None, None, None, None, rope_base, None).fit(target)
         eps = target.spec.rms_eps
         attention = SelfAttention.of(body, 0, width, width)
         self.layer = DecoderLayer(attention, width, body.intermediate, eps)

@@ -134,7 +134,7 @@ class TargetChoice:
 
 
 def _read_model(
-    source: str, dtype: torch.dtype, attention: str, device_map: str | None
+    source: str, dtype: torch.dtype, attention: str, device_map: str | dict[str, str | int] | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and what of its checkpoint was missing, too much or of another shape."""
     model, told = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  a pair, when asked

@@ -253,10 +253,10 @@ def test_with_summarised_logits_the_target_is_never_asked_for_all_of_them(
     assert len(asked) == 1 and torch.equal(asked[0], case.draft.vocab)
 
 
-def test_more_rows_fit_the_budget_where_no_row_has_all_logits(make_lab: Any) -> None:
+def test_more_laws_are_made_at_once_where_no_row_has_all_logits(make_lab: Any) -> None:
     loss, vocab, target = UnrolledLoss([SoftCE()], budget_mib=12), torch.arange(1024), make_lab(vocab=65536).target
-    assert loss.rows_at_once(target, vocab, torch.float32) == 16
-    assert loss.rows_at_once(target, vocab, torch.float32, summarised=True) == 512
+    assert loss.rows_at_once(target, vocab, torch.float32) == (512, 8)
+    assert loss.rows_at_once(target, vocab, torch.float32, summarised=True) == (512, 512)
 
 
 def test_a_normaliser_below_its_own_part_never_makes_a_law_outweigh_one() -> None:

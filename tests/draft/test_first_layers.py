@@ -141,7 +141,7 @@ def test_it_is_no_draft_of_steps_and_a_draft_of_steps_is_no_language_model(make_
         DraftLM().proposer(target.spec, Head(TopFeature(), eagle))
     with pytest.raises(ValueError, match="target: null is a draft language model .* there is none; name a model"):
         DraftLM().proposer(target.spec, None)
-    with pytest.raises(ValueError, match="the features' 0"):
+    with pytest.raises(ValueError, match="a draft of width 0"):
         Eagle3().build(target, NoFeature().build(target), ALL)
 
 
