@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFSession, HFTarget
-from eagle3_lab.types import PADDING, Needs, Tree, Verdict
+from eagle3_lab.types import PADDING, Needs, Tree
 
 SETTLE_EVERY = 16  # steps between exact looks at the longest row; until then reads may span a bucket too many
 
@@ -140,7 +140,7 @@ def _step(session: HFSession, token: Int[Tensor, " B"], active: Bool[Tensor, " B
     token = token.clamp(min=0)  # where an idle row's logits are NaN
     tree = Tree(token[:, None], zero[:, None], torch.ones_like(token, dtype=torch.bool)[:, None])
     logits = session.score(tree).logits[:, 0]
-    session.commit(Verdict(torch.where(active, 0, PADDING)[:, None], zero, zero))
+    session.cache.advance(active.long(), bound=1)  # a single node lies where it belongs: nothing to move
     return logits
 
 
