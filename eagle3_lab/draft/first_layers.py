@@ -42,7 +42,7 @@ class FirstLayers(CausalDraft):
             raise ValueError(f"draft.layers must be at most the target's {spec.layers}, got {self.count}")
         if width != 0:
             raise ValueError(f"features must be NoFeature for FirstLayers, which reads tokens alone, got width {width}")
-        if vocab.shape[0] != spec.vocab:
+        if vocab.shape[0] not in (spec.vocab, spec.real_vocab):
             raise ValueError(
                 f"draft_vocab must be null for FirstLayers, which speaks through a head of {spec.vocab} ids, "
                 f"got {vocab.shape[0]}"
@@ -51,7 +51,8 @@ class FirstLayers(CausalDraft):
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
 
     def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
-        return self.lm.logits(head_in)
+        # without the head's padding rows, which lie behind
+        return self.lm.logits(head_in)[..., : self.draft_vocab.d2t.shape[0]]
 
     @property
     def vocab(self) -> Int[Tensor, " Vd"]:

@@ -55,7 +55,7 @@ def test_fit_trains_it_and_measures_it(finished: tuple[Bench, Ran]) -> None:
     assert (ran.code, ran.complaints) == (0, [])
     table = json.loads(bench.yaml.with_name("table.json").read_text())
     assert [row["name"] for row in table["methods"]] == ["vanilla", "pld", "drawn", "sps"]
-    assert len(table["one_pass"]["n_alpha_walked"]) == 3
+    assert len(table["one_pass"]["n_alpha_walked"]) == 7
     state = torch.load(bench.work() / "draft.ckpt", weights_only=True)["state_dict"]
     assert len([name for name in state if name.startswith("draft.lm.")]) == 2 * 9 + 1  # neither embedding nor head
 
