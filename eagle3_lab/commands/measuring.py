@@ -16,6 +16,7 @@ from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.decode.methods import Head, Vanilla
 from eagle3_lab.evaluation import MEAN, VANILLA, Contestant, Evaluation, measure, questions
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.formats import official
 from eagle3_lab.intervals import Interval
 from eagle3_lab.journal import Journal, Place, Turn
 from eagle3_lab.progress import stage
@@ -54,7 +55,7 @@ def open_journal(
     spec = target.spec
     parts = {
         "verb": verb,
-        "head": "" if head is None else checkpoint.content_hash(head),
+        "head": "" if head is None else _identity(head),
         "target": [spec.weights_hash, spec.tokenizer_hash, spec.template_hash, str(target.dtype)],
         "asked": [(*place, asdict(prompt)) for place, prompt in asked.items()],
         "methods": list(experiment.evaluate.methods),
@@ -62,6 +63,11 @@ def open_journal(
     }
     key = experiment.result_key(json.dumps(parts))
     return Journal(experiment.tracking.folder / "work" / f"{experiment.name}-answers-{key}.jsonl")
+
+
+def _identity(head: Path) -> str:
+    """Of a trained head's file, or of a public one's folder or hub id."""
+    return checkpoint.content_hash(head) if head.is_file() else official.content_hash(str(head))
 
 
 def decode_methods(

@@ -67,6 +67,8 @@ def seed_everything(seed: int) -> None:
     import numpy as np
     import torch
 
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed: {seed}; a number within 0 .. 2**63 - 1 is needed")
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the range that NumPy takes
     torch.manual_seed(seed)

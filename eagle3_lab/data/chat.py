@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eagle3_lab.errors import UserError
@@ -152,8 +151,8 @@ class Chat:
         """The template's text, with the generation prompt behind it or not. Raises UserError where it refuses."""
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
-        except TemplateError as error:
-            said = " ".join(str(error).split())
+        except Exception as error:  # noqa: BLE001 - a template is a program of the target's
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(f"chat template: cannot render roles {[m['role'] for m in messages]} ({said})") from None
         assert isinstance(text, str)
         return text

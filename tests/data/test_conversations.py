@@ -89,7 +89,7 @@ def test_a_broken_line_is_named_with_its_number_and_what_would_be_right(
 def test_files_that_cannot_be_read_at_all_are_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file"):
         read_conversations(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="is a folder"):
         read_conversations(str(tmp_path))
     for lines in ((), ("", " ")):
         with pytest.raises(UserError, match=r"c.jsonl: empty; one JSON object a line"):
