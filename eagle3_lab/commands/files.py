@@ -14,8 +14,8 @@ def write_text(path: Path, text: str) -> None:
     """Write beside the place, sync and rename; what a link points to is written in its place, and into a device or a
     pipe (``/dev/stdout``) the text simply goes. Raises UserError where that cannot be written."""
     try:
-        if path.exists() and not path.is_file():
-            with path.open("w") as stream:  # a folder is refused here
+        if path.exists() and (not path.is_file() or path.absolute().is_relative_to("/dev")):
+            with path.open("a") as stream:  # behind what stands there, if stdout is a file; a folder is refused here
                 stream.write(text)
             return
         place = path.resolve()

@@ -177,6 +177,9 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
     """
     model = experiment.model
     assert model is not None and experiment.optimizer is not None
+    for key, depth in (("model.unroll.depth", model.unroll.depth), ("judged_depth", experiment.judged_depth)):
+        if depth >= data.row_length:
+            raise UserError(f"{key}: {depth}, but a row has {data.row_length} tokens; fewer steps, or data.row_length")
     torch.manual_seed(experiment.seed)
     try:
         _begin(experiment, target, data)
