@@ -131,7 +131,10 @@ class Experiment:
                 f"experiment {self.name}: was built without a configuration, so nothing would tell its results from "
                 "another's; build it with eagle3_lab.load"
             )
-        return {key: value for key, value in self.config.plain.items() if key not in SHOWN}
+        chosen = {key: value for key, value in self.config.plain.items() if key not in SHOWN}
+        if self.features is not None:  # where they are kept and how they are read decides nothing, and may change
+            chosen["features"] = {"dtype": self.features.dtype, "layers": self.features.layers}
+        return chosen
 
     def training_key(self, *parts: str) -> str:
         """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,

@@ -14,7 +14,7 @@ from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.stream import Ink
 from eagle3_lab.data.documents import Document
-from eagle3_lab.data.prepared import manifest_of
+from eagle3_lab.data.prepared import manifest_of, read_manifest
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 
@@ -35,6 +35,9 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
     """
     if show < 0:
         raise UserError(f"--show: must be >= 0, got {show}")
+    if experiment.data is None or experiment.model is None:
+        missing = "data" if experiment.data is None else "model"
+        raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target)
     try:
@@ -71,5 +74,5 @@ def _write(output: Path, file: Path | None, card: dict) -> None:
     if file is None:
         raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
     write_text(output, file.read_text("utf-8"))
-    write_text(manifest_of(output), manifest_of(file).read_text("utf-8"))
+    write_text(manifest_of(output), json.dumps(read_manifest(file), indent=2) + "\n")
     write_text(output.with_name(f"{output.name.partition('.jsonl')[0]}.card.json"), json.dumps(card, indent=2) + "\n")

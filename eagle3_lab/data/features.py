@@ -25,6 +25,7 @@ from eagle3_lab.data.manifest import Contents, Manifest, refuse_other, shard_fil
 from eagle3_lab.data.packing import PackedRows, Row, pack
 from eagle3_lab.data.store import read_shard, write_shard
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import LogitSummary, Needs
 
@@ -80,7 +81,7 @@ class Features:
         """Where the store lies or will: the named folder, else a finished one below ``cache`` that holds what is asked
         for, else a new one there."""
         if self.folder is not None:
-            return self.folder.expanduser()
+            return local_path(str(self.folder))
         for folder in sorted(cache.glob(f"{contents.key}-*"), key=lambda path: (len(path.name), path.name)):
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.finished and not manifest.contents.differs(contents):

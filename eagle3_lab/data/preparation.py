@@ -102,6 +102,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         held_out = self.held_out
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"prepare.dtype must be a floating point dtype, got {self.dtype}")
         if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
             raise ValueError(f"prepare.held_out must be a number from 0 or a share in [0.0, 1.0), got {held_out}")
         for name, value in (("rows", self.rows), ("batch_tokens", self.batch_tokens), ("limit", self.limit)):

@@ -61,9 +61,25 @@ def manifest_of(file: Path) -> Path:
 
 def licences_of(file: Path) -> dict[str, str]:
     """The terms of a file's texts by source, as its manifest has them; "not stated" where it has none."""
+    said = read_manifest(file)
+    named = said.get("licences")
+    if isinstance(named, dict) and named:
+        return {str(name): str(terms) for name, terms in named.items()}
+    return {file.name: str(said.get("licence", NOT_STATED))}
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """What stands in a file's manifest; nothing where there is none. Raises UserError for one that is damaged."""
     place = manifest_of(file)
-    said = json.loads(place.read_text("utf-8")) if place.is_file() else {}
-    return said.get("licences") or {file.name: said.get("licence", NOT_STATED)}
+    if not place.is_file():
+        return {}
+    try:
+        said = json.loads(place.read_text("utf-8"))
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise UserError(f"{place}: is no manifest (a JSON object); remove it, or prepare {file.name} anew")
+    return said
 
 
 def put(place: Path, text: str) -> None:

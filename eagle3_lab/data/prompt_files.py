@@ -14,6 +14,9 @@ from eagle3_lab.errors import UserError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json")
 
+BESIDE = (".manifest.json", ".card.json")
+"""What `prepare` writes beside its conversations: no prompts."""
+
 
 class PromptFiles(Prompts):
     """JSONL or JSON of messages, ShareGPT or turns, told apart record by record.
@@ -38,6 +41,8 @@ class PromptFiles(Prompts):
         licence: str = NOT_STATED,
         limit: int | None = None,
     ) -> None:
+        if not path.strip():
+            raise ValueError(f"path must name a file or a folder, got {path!r}")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be >= 1 or null, got {limit}")
         self.path, self.fields, self.licence, self.limit = path, fields or Fields(), licence, limit
@@ -64,7 +69,11 @@ class PromptFiles(Prompts):
         folder = Path(self.path).expanduser()
         if self.path.startswith(PACKAGE) or not folder.is_dir():
             return [self.path]
-        found = sorted(str(file) for file in folder.rglob("*") if file.name.endswith(ENDINGS) and file.is_file())
+        found = sorted(
+            str(file)
+            for file in folder.rglob("*")
+            if file.name.endswith(ENDINGS) and not file.name.endswith(BESIDE) and file.is_file()
+        )
         if not found:
             raise UserError(f"{self.path}: no {', '.join(ENDINGS)} in this folder; one is needed")
         return found

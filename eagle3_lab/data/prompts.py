@@ -151,7 +151,9 @@ class Mixture(Prompts):
 
     def _counts(self, sizes: list[int]) -> list[int]:
         """How many of each: the largest remainders get what is left over, the first of equal ones."""
-        weights = [part.weight / sum(part.weight for part in self.parts) for part in self.parts]
+        heaviest = max(part.weight for part in self.parts)  # a sum of huge weights is no number
+        scaled = [part.weight / heaviest for part in self.parts]
+        weights = [max(weight / sum(scaled), 1e-12) for weight in scaled]
         total = self.total
         if total is None:
             total = int(min(size / weight for size, weight in zip(sizes, weights, strict=True)) + 1e-9)
