@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands import stages
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.work import Work
 from eagle3_lab.costs import Curves, Cycle, Laps, Meter, answer, answer_seconds, between, timed
 from eagle3_lab.data.chat import Chat
@@ -75,6 +75,7 @@ def bench_decode(
     for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
+    require_place(json, "--json")
     experiment.require_training("bench decode")
     target = stages.load_target(experiment)
     data = stages.build_data(experiment, target, answer=False)

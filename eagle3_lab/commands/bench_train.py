@@ -14,7 +14,7 @@ import torch
 
 from eagle3_lab.commands import stages
 from eagle3_lab.commands.bench_memory import Peaks, peaks
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.rival import Rival
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -107,6 +107,7 @@ def bench_train(
     """
     if steps < 1:
         raise UserError(f"--steps: must be >= 1, got {steps}")
+    require_place(json, "--json")
     every_row = rows == "all"
     setup = Setup.of(experiment, every_row)
     step = setup.step()

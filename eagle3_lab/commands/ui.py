@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.tracking import serve_ui
 
@@ -16,7 +17,10 @@ def ui(experiment: Experiment, *, port: int = 5000) -> None:
         port: of http://127.0.0.1.
 
     Raises:
-        UserError: no runs in that folder yet.
+        UserError: no such port, no runs in that folder yet, or a server that did not start.
     """
+    if not 1 <= port <= 65535:
+        raise UserError(f"--port: must be within 1 .. 65535, got {port}")
     print(f"http://127.0.0.1:{port}", file=sys.stderr)
-    serve_ui(experiment.tracking.folder, port)
+    if code := serve_ui(experiment.tracking.folder, port):
+        raise UserError(f"ui: the server ended with status {code}, see above; is --port {port} taken?")

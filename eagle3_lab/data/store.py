@@ -98,6 +98,8 @@ class Store:
         names = [*map(_state, self.manifest.contents.layers), "argmax", "log_sum"]
 
         def rows(name: str) -> Tensor:
+            if name not in shard:
+                raise UserError(f"{shard_file(self.folder, number)}: holds no {name}; {_anew(self.folder)}")
             part = shard[name][low:high]
             if _crc(part) != int(shard["check"][within, names.index(name)]):
                 file = shard_file(self.folder, number)

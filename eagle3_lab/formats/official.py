@@ -31,6 +31,7 @@ from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.draft.vocab import DraftVocab
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats.agreement import refuse_disagreement
+from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import DraftModel, FeatureSource
 
@@ -69,7 +70,13 @@ def read(place: str) -> PublicHead:
             f"{file}: no configuration of an EAGLE-3 head in the layout of EAGLE, SpecForge or SGLang (flat fields, "
             "draft_vocab_size among them); convert it first"
         )
-    return PublicHead(place, config, _tensors(weights_file(place)))
+    tensors = _tensors(weights_file(place))
+    for name, value in tensors.items():
+        if name not in ("d2t", "t2d") and not value.is_floating_point():
+            raise UserError(f"{place}: {name} is of {value.dtype}; a floating point tensor is needed")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise UserError(f"{place}: {name} holds NaN or infinity; the file is damaged")
+    return PublicHead(place, config, tensors)
 
 
 def weights_file(place: str) -> Path:
@@ -102,6 +109,18 @@ def load(head: PublicHead, target: HFTarget, source: FeatureSource, draft: Draft
             f"model.public: {head.place} is Eagle3 on FusedFeature, the experiment has {type(draft).__name__} on "
             f"{type(source).__name__}; set model.draft: Eagle3 and model.features: FusedFeature"
         )
+    if source.normed or draft.feedback != "pre_norm":
+        raise UserError(f"model.public: {head.place} is read as EAGLE-3; features.normed and draft.feedback are 3.1's")
+    try:
+        _load(head, target, source, draft)
+    except (TypeError, IndexError, KeyError, AttributeError) as error:  # a public file may hold anything
+        raise UserError(
+            f"{head.place}: a field of {CONFIG} or a tensor is of another kind than an EAGLE-3 head's "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def _load(head: PublicHead, target: HFTarget, source: FusedFeature, draft: Eagle3) -> None:
     try:
         draft.build(target, source.build(target), _vocabulary(head, target.spec.vocab))
     except ValueError as error:
@@ -119,7 +138,7 @@ def load(head: PublicHead, target: HFTarget, source: FeatureSource, draft: Draft
 
 def _file(place: str, name: str) -> Path:
     """A file of a head's folder, or of the hub's repository of that id."""
-    folder = Path(place).expanduser()
+    folder = local_path(place)
     if folder.is_dir() or folder.is_absolute() or place.startswith((".", "~")):
         if not (folder / name).is_file():
             raise UserError(f"model.public: no file {folder / name}")
