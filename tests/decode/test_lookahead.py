@@ -17,6 +17,7 @@ from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.methods import Lookahead as LookaheadMethod
 from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.trie import cut
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.types import PADDING, Decoded, Needs, Proposer, TargetOut, Tree, Verdict
 
@@ -207,6 +208,14 @@ def test_a_window_token_that_equals_a_guess_stays_out_of_it() -> None:
     assert (tree.parents[0].tolist(), tree.candidate[0].tolist()) == ([0, 0, 0], [True, False, True])
 
 
+def test_a_window_token_past_the_context_completes_no_n_gram() -> None:
+    proposer = begun(Lookahead(window=2, ngram=2, guesses=1), [[5]])
+    tree = cut(proposer.propose(torch.tensor([1])), torch.tensor([0]))
+    proposer.observe(tree, plain([2]), says(tree, [[8, 9]]))
+    assert drafts(proposer.propose(torch.tensor([1]))) == {(8,)}
+    assert drafts(proposer.propose(torch.tensor([5]))) == set()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [((0, 5, 7), "window must be >= 1, got 0"), ((7, 1, 7), "ngram must be >= 2, got 1"),
@@ -231,7 +240,9 @@ SIZES = ((7, 5, 7), (3, 3, 2), (1, 4, 1), (2, 2, 3), (5, 4, 1))
 def test_every_round_is_what_plain_lists_make_of_it(sizes: tuple[int, int, int], follows: bool,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(decode_toys, "stepped", lambda state, token: (state % 12 + 3 * token) % 61)  # short memory
-    proposer = Shadowed(*sizes, follows, end_tokens=(2,))
+    proposer = Shadowed(
+        *sizes, follows, end_tokens=(0, 9)
+    )  # the window's alone: no prompt has them, no text ends with them
     answers = run(ToyTarget(TOY, 40), proposer, max_new_tokens=30, end_tokens=(2,))
     assert [a.tokens for a in answers] == [d.tokens for d in run(ToyTarget(TOY, 40), Vanilla(), max_new_tokens=30,
                                                                  end_tokens=(2,))]  # fmt: skip
