@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from eagle3_lab.decode.grow import Grow
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.propose.lookahead import Lookahead as LookaheadProposer
 from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
@@ -114,6 +115,32 @@ class PromptLookup(Method):
 
     def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
         return PromptLookupProposer(self.max_ngram, self.length, self.full)
+
+
+class Lookahead(Method):
+    """The target's own parallel guesses, tried when their first token comes up; no model drafts.
+
+    The defaults are the public code's for its examples, and Spec-Bench's. A round scores
+    ``(window + guesses) * (ngram - 1)`` nodes.
+
+    Args:
+        window: columns of the window that rides along (W).
+        ngram: tokens of an n-gram, the one it is found by included (N); a round accepts N - 1 drafts at most.
+        guesses: n-grams kept for each first token, and tried at most (G).
+        follows: accepted drafts move the window's columns on, so that its tokens keep their positions; false: one
+            position a round, as in the public code.
+    """
+
+    def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7, follows: bool = False) -> None:
+        LookaheadProposer(window, ngram, guesses)  # a wrong value is told when the YAML is read
+        self.window, self.ngram, self.guesses, self.follows = window, ngram, guesses, follows
+
+    @property
+    def levels(self) -> int:
+        return self.ngram - 1
+
+    def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
+        return LookaheadProposer(self.window, self.ngram, self.guesses, self.follows, spec.end_tokens)
 
 
 class DraftLM(Method):

@@ -13,6 +13,7 @@ from eagle3_lab.decode.block import block
 from eagle3_lab.decode.grow import DynamicTree, McSim7b63
 from eagle3_lab.decode.growth import Grow
 from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.pld import PromptLookup
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.trie import cut, merge, root_only
@@ -74,13 +75,15 @@ def test_a_round_never_waits_for_the_device(device: str, drawn: bool, generators
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("name", ["lookup", "draft LM, greedy", "draft LM, drawn"])
+@pytest.mark.parametrize("name", ["lookup", "lookahead", "draft LM, greedy", "draft LM, drawn"])
 def test_proposers_without_a_head_never_wait_for_the_device(device: str, name: str) -> None:
-    """Prompt lookup, and a second language model that drafts: both the second round, when all memory is there."""
+    """Prompt lookup, Lookahead, and a second language model that drafts: the second round, when all memory is there
+    and Lookahead's window is full."""
     draft = random_target(dtype=torch.float32)
     draft.model.to(device)
     proposer = {
         "lookup": PromptLookup(3, 4),
+        "lookahead": Lookahead(3, 3, 2, end_tokens=(0,)),
         "draft LM, greedy": drafting(draft, SamplingLaw()),
         "draft LM, drawn": drafting(draft, SamplingLaw(0.8, top_k=20)),
     }[name]
