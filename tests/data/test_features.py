@@ -170,6 +170,16 @@ def test_what_is_missing_alone_is_made(tmp_path: Path, model: HFTarget, monkeypa
     assert len(Store(tmp_path, doing.wanted)) == len(LENGTHS)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the program that is killed: a product's last bits depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_making_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path, model: HFTarget) -> None:
     folder = tmp_path / "killed"
     program = Path(__file__).with_name("making.py")
