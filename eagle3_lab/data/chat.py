@@ -165,6 +165,8 @@ class Chat:
         and an answer; and what it writes behind an answer."""
         before, after = self.rendered(_PROBE[:1], generation=True), self.rendered(_PROBE)
         supplied = _SUPPLIED.search(before)
+        if supplied is not None and UNTHINK not in supplied.group() and after.startswith(before + "beta"):
+            supplied = None  # answers are rendered behind the whole prompt, the thought's opening included
         bare = before if supplied is None else before[: supplied.start()]
         if not after.startswith(bare):
             _refuse("renders a generation prompt with which the rendered answer does not begin")
