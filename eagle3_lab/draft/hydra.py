@@ -15,11 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle3_lab.draft.body import Body, RopeAngles
-from eagle3_lab.draft.head import HeadStart, check_start, make_head
+from eagle3_lab.draft.head import HeadPerStep, HeadStart
 from eagle3_lab.draft.layer import DecoderLayer, RMSNorm, SelfAttention
 from eagle3_lab.draft.medusa import ResBlock
-from eagle3_lab.draft.vocab import DraftVocab
-from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
+from eagle3_lab.types import Carry, Context, DraftOut, FrozenTarget, Rows
 
 
 class JoiningBlock(nn.Module):
@@ -50,7 +49,7 @@ class PrefixLayer(nn.Module):
         return self.norm(self.layer(features, self._angles(rows.position), rows, context))
 
 
-class Hydra(DraftModel):
+class Hydra(HeadPerStep):
     """Hydra's heads.
 
     Args:
@@ -67,9 +66,7 @@ class Hydra(DraftModel):
     """
 
     mlps: nn.ModuleList
-    lm_heads: nn.ModuleList
     prefix_layer: PrefixLayer | None
-    draft_vocab: DraftVocab
 
     def __init__(
         self,
@@ -79,24 +76,13 @@ class Hydra(DraftModel):
         head: HeadStart = "target",
         rope_base: float | None = None,
     ) -> None:
-        super().__init__()
-        for name, size in (("heads", heads), ("num_layers", num_layers)):
-            if size < 1:
-                raise ValueError(f"draft.{name} must be >= 1, got {size}")
-        check_start(head)
-        self.steps, self.blocks_each = heads, num_layers
+        super().__init__(heads, num_layers, head)
         self.prefix, self.rope_base = prefix, rope_base
-        self.head: HeadStart = head
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        if width != target.spec.hidden:
-            raise ValueError(f"draft width (the features' {width}) must equal the target's {target.spec.hidden}")
-        assert self.steps is not None
+        self.build_heads(target, width, vocab, bias=True)
         self.mlps = nn.ModuleList(self._mlp((2 + s) * width, width) for s in range(self.steps))
-        heads = 1 if self.head == "frozen" else self.steps
-        self.lm_heads = nn.ModuleList(make_head(target, vocab, self.head, bias=True) for _ in range(heads))
         self.prefix_layer = PrefixLayer(target, width, self.rope_base) if self.prefix else None
-        self.draft_vocab = DraftVocab(vocab, target.spec.vocab)
         self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
@@ -109,13 +95,6 @@ class Hydra(DraftModel):
             feature = self.prefix_layer(feature, rows, context)
         read = (feature, *tokens, self._target[0].embed(ids).to(feature.dtype))
         return DraftOut(head_in=self.mlps[s](torch.cat(read, dim=-1)), carry=read)
-
-    def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
-        return self.lm_heads[min(s, len(self.lm_heads) - 1)](head_in)
-
-    @property
-    def vocab(self) -> Int[Tensor, " Vd"]:
-        return self.draft_vocab.ids()
 
     @property
     def num_layers(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eagle3_lab.draft.attention import rotate
 from eagle3_lab.draft.body import Body, FittedBody
 from eagle3_lab.draft.embedding import Embedding, TokenEmbedding
+from eagle3_lab.draft.head import HeadStart, check_start, make_head
 from eagle3_lab.draft.vocab import DraftVocab
 from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rotary, Rows
 
@@ -159,7 +160,7 @@ class Eagle3(DraftModel):
         heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
-        head: Literal["target", "frozen", "random"] = "target",
+        head: HeadStart = "target",
         rope_base: float | None = None,
         embedding: Embedding = "target",
         rms_eps: float | None = None,
@@ -170,9 +171,8 @@ class Eagle3(DraftModel):
         if feedback not in ("pre_norm", "post_norm"):
             raise ValueError(f"draft.feedback must be one of pre_norm, post_norm, got {feedback!r}")
         self.feedback = feedback
-        if head not in ("target", "frozen", "random"):
-            raise ValueError(f"draft.head must be one of target, frozen, random, got {head!r}")
-        self.head = head
+        check_start(head)
+        self.head: HeadStart = head
         self.embedding: Embedding = embedding
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
@@ -191,7 +191,7 @@ class Eagle3(DraftModel):
             )
         self.norm = RMSNorm(width, body.rms_eps)
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
-        self.lm_head = self._head(target, width, vocab)
+        self.lm_head = make_head(target, width, vocab, self.head)
         self._angles = body.angles
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
@@ -225,11 +225,3 @@ class Eagle3(DraftModel):
     def rotary(self) -> Rotary:
         """What turns its queries and keys, once built."""
         return self._angles.rotary
-
-    def _head(self, target: FrozenTarget, width: int, vocab: Tensor) -> nn.Linear:
-        lm_head = nn.Linear(width, vocab.shape[0], bias=False)
-        if self.head != "random":
-            with torch.no_grad():
-                lm_head.weight.copy_(target.head_rows(vocab))
-        lm_head.weight.requires_grad_(self.head != "frozen")
-        return lm_head

@@ -11,9 +11,8 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.draft.head import HeadStart, check_start, make_head
-from eagle3_lab.draft.vocab import DraftVocab
-from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
+from eagle3_lab.draft.head import HeadPerStep, HeadStart
+from eagle3_lab.types import Carry, Context, DraftOut, FrozenTarget, Rows
 
 
 class ResBlock(nn.Module):
@@ -28,7 +27,7 @@ class ResBlock(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class Medusa(DraftModel):
+class Medusa(HeadPerStep):
     """Medusa's heads.
 
     Args:
@@ -44,28 +43,15 @@ class Medusa(DraftModel):
     """
 
     blocks: nn.ModuleList
-    lm_heads: nn.ModuleList
-    draft_vocab: DraftVocab
 
     def __init__(self, heads: int = 5, num_layers: int = 1, head: HeadStart = "target") -> None:
-        super().__init__()
-        for name, size in (("heads", heads), ("num_layers", num_layers)):
-            if size < 1:
-                raise ValueError(f"draft.{name} must be >= 1, got {size}")
-        check_start(head)
-        self.steps, self.blocks_each = heads, num_layers
-        self.head: HeadStart = head
+        super().__init__(heads, num_layers, head)
 
     def build(self, target: FrozenTarget, width: int, vocab: Int[Tensor, " Vd"]) -> None:
-        if width != target.spec.hidden:
-            raise ValueError(f"draft width (the features' {width}) must equal the target's {target.spec.hidden}")
-        assert self.steps is not None
+        self.build_heads(target, width, vocab)
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(width) for _ in range(self.blocks_each))) for _ in range(self.steps)
         )
-        heads = 1 if self.head == "frozen" else self.steps
-        self.lm_heads = nn.ModuleList(make_head(target, vocab, self.head) for _ in range(heads))
-        self.draft_vocab = DraftVocab(vocab, target.spec.vocab)
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
         return features.to(next(self.blocks.parameters()).dtype)
@@ -73,13 +59,6 @@ class Medusa(DraftModel):
     def step(self, carry: Carry, ids: Int[Tensor, "B T"], rows: Rows, s: int, context: Context) -> DraftOut:
         assert isinstance(carry, Tensor)
         return DraftOut(head_in=self.blocks[s](carry), carry=carry)
-
-    def logits(self, head_in: Float[Tensor, "M H"], s: int) -> Float[Tensor, "M Vd"]:
-        return self.lm_heads[min(s, len(self.lm_heads) - 1)](head_in)
-
-    @property
-    def vocab(self) -> Int[Tensor, " Vd"]:
-        return self.draft_vocab.ids()
 
     @property
     def num_layers(self) -> int:
