@@ -182,13 +182,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def table_metrics(table: ClosingTable) -> dict[str, float]:
     """The closing table as metrics of its run: what the UI compares. ``eval/METHOD/tau`` where one task was measured
-    under one law, else ``eval/LAW/TASK/METHOD/tau``; of several tasks the mean alone, since each is in the runs
-    below."""
+    under one law, else ``eval/LAW/TASK/METHOD/tau``; of several tasks the mean alone. The rest of each row is in the
+    runs below, once: a page of charts shows a bar for every value."""
     found: dict[str, float] = {}
     single = len(table.laws) == len(table.tasks) == 1
     for row in table.overall or table.methods:
         name = row.name if row.name != VANILLA else f"{VANILLA}_{row.dtype}"
-        found |= row_metrics(f"eval/{name}" if single else f"eval/{_place(row)}/{name}", row)
+        found |= headline_metrics(f"eval/{name}" if single else f"eval/{_place(row)}/{name}", row)
     if table.one_pass is not None:
         walked = table.one_pass.tau_walked
         found |= _bounds("eval/one_pass/tau_walked", walked)
@@ -203,10 +203,16 @@ def _place(row: MethodResult | Overall) -> str:
     return f"{row.law}/{MEAN if isinstance(row, Overall) else row.task}"
 
 
-def row_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
-    """A row's numbers with their bounds, below ``prefix``."""
+def headline_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
+    """Tau, rate and speed-ups of a row with their bounds, below ``prefix``."""
     found = _bounds(f"{prefix}/tau", row.tau) | _bounds(f"{prefix}/tokens_per_s", row.tokens_per_s)
-    found |= _bounds(f"{prefix}/speedup", row.speedup) | _bounds(f"{prefix}/speedup_over_fastest", row.speedup_fastest)
+    found |= _bounds(f"{prefix}/speedup", row.speedup)
+    return found | _bounds(f"{prefix}/speedup_over_fastest", row.speedup_fastest)
+
+
+def row_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
+    """All of a row's numbers with their bounds, below ``prefix``."""
+    found = headline_metrics(prefix, row)
     if isinstance(row, MethodResult):
         found |= _bounds(f"{prefix}/tau_without_loops", row.tau_tidy) | _bounds(f"{prefix}/looping", row.looping)
         found[f"{prefix}/engine_tau"] = row.engine_tau
