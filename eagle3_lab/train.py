@@ -87,6 +87,10 @@ class Model:
         )
 
 
+MOST_LR = 1000
+"""AdamW moves every weight by about this much in a step: anything larger is a slip, and overflows further on."""
+
+
 @dataclass(frozen=True)
 class Optimization:
     """AdamW with linear warm-up, then decay to ``final`` of the peak at the last step.
@@ -108,8 +112,8 @@ class Optimization:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"optimizer.lr must be > 0 and finite, got {self.lr}")
+        if not 0 < self.lr <= MOST_LR:  # nor NaN
+            raise ValueError(f"optimizer.lr must be > 0 and at most {MOST_LR}, got {self.lr}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optimizer.warmup must be in [0, 1), a share of all steps, got {self.warmup}")
         if not 0 <= self.final <= 1:

@@ -39,13 +39,19 @@ class Finite(Callback):
     """Ends a training that has come to nothing: no NaN is trained on, logged as a curve, or written as a head.
 
     Raises:
-        UserError: at a step that is logged, for a loss that is NaN or infinite; at the end, for such a parameter.
+        UserError: at every ``every``-th step, those that are logged, for a loss that is NaN or infinite; at the end,
+            for such a parameter.
     """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
-        loss = trainer.logged_metrics.get("train/loss")  # on the host already, where a logger has read it
+        if trainer.global_step % self._every:
+            return  # the device is waited for only where a logger waits for it
+        loss = trainer.logged_metrics.get("train/loss")
         if loss is not None and not math.isfinite(float(loss)):
             raise UserError(f"training: the loss is {float(loss)} at step {trainer.global_step}; {ADVICE}")
 

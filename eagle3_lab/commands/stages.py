@@ -269,7 +269,7 @@ def train_head(
     )
     interrupts = Interrupts()
     with quiet_lightning(), stage("training", "steps", None, experiment.budgets.get("training")) as s:
-        callbacks = [saver, Reporter(s), Finite(), interrupts]
+        callbacks = [saver, Reporter(s), Finite(options.log_every_n_steps), interrupts]
         trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
         check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:

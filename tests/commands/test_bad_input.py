@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections import namedtuple
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
+
+from eagle3_lab.draft.loss import UnrolledLoss
 
 
 def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
@@ -42,7 +45,7 @@ def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
         ("judged_depth", "0", "judged_depth must be >= 1, got 0"),
         ("model.features.width", "0", "features.width must be >= 1, or null for the target's, got 0"),
         ("model.losses.0.weight", "-1", "losses.SoftCE.weight must be >= 0, got -1.0"),
-        ("optimizer.lr", "0", "optimizer.lr must be > 0 and finite, got 0.0"),
+        ("optimizer.lr", "0", "optimizer.lr must be > 0 and at most 1000, got 0.0"),
         ("trainer.save_every_minutes", "0", "trainer.save_every_minutes must be > 0, got 0.0"),
         ("trainer.precision", "bf16-mixed", "trainer.products is 'float32' and trainer.precision 'bf16-mixed'"),
         ("evaluate.tasks.0.name", "gsm9k", "task: unknown name 'gsm9k' without a path; did you mean 'gsm8k'?"),
@@ -270,6 +273,16 @@ def test_a_disk_too_small_for_checkpoints_is_told_before_training(
     line = refused(bench)
     assert "0.00 GB free" in line
     assert "needed for checkpoints; free some, or set tracking.folder to another disk" in line
+
+
+def test_a_training_that_comes_to_nothing_is_ended_and_leaves_no_head(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(UnrolledLoss, "_row_losses", lambda self, log_q, *_: log_q.sum(-1) * float("nan"))
+        line = refused(bench)
+    assert re.match(r"training: the loss is nan at step \d; lower optimizer.lr", line)
+    assert not (bench.work() / "draft.ckpt").exists()
 
 
 def test_a_disk_that_fills_up_costs_one_line_and_no_step_that_was_saved(
