@@ -1,6 +1,6 @@
 """What decoding costs on a machine: curves that predict tokens per second, each measured apart from what they predict.
 
-    cycle(method)   = c_verify(N) + c_draft + c_host          seconds a round, medians
+    cycle(method)   = c_verify(n) + c_draft + c_host          seconds a round, medians; n the nodes scored, averaged
     tokens/s        = tokens / (prefill + rounds * cycle),     rounds = (tokens - 1) / tau
 
 c_verify(n) is scoring n nodes, law, verdict, commit and the one read; c_forward(n) the target's forward of it alone.
@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.trie import extent
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Decoded, Law, Needs, Proposer, TargetOut, Tree, Verdict
@@ -73,6 +74,33 @@ class Idle(Proposer):
 
     def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
         """Nothing to learn from a verdict."""
+
+
+class Sized(Proposer):
+    """Any proposer, with how many places of each of its trees the loop scores."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self.needs, self.nodes, self.positions = proposer.needs, proposer.nodes, proposer.positions
+        self.extents: list[int] = []
+
+    def start(
+        self,
+        prompt: Int[Tensor, "B L"],
+        lengths: Int[Tensor, " B"],
+        out: TargetOut,
+        capacity: int,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        self._proposer.start(prompt, lengths, out, capacity, generators)
+
+    def propose(self, root: Int[Tensor, " B"]) -> Tree:
+        tree = self._proposer.propose(root)
+        self.extents.append(extent(tree))
+        return tree
+
+    def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
+        self._proposer.observe(tree, verdict, out)
 
 
 @dataclass(frozen=True)

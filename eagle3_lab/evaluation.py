@@ -158,8 +158,14 @@ def _answer(
     return answers
 
 
-def check(evaluation: Evaluation, target: HFTarget, head: Head | None, held_out: Sequence[Prompt] | None) -> None:
-    """Refuse what `measure` would refuse, as far as it can be known before ``head`` is trained.
+def check(
+    evaluation: Evaluation,
+    target: HFTarget,
+    head_of: Callable[[Method], Head | None],
+    held_out: Sequence[Prompt] | None,
+) -> None:
+    """Refuse what `measure` would refuse, as far as it can be known before a head is trained; ``head_of`` gives each
+    method's.
 
     Raises:
         UserError: a task that cannot be read, a first turn longer than the context, a tree that does not fit the head,
@@ -167,7 +173,7 @@ def check(evaluation: Evaluation, target: HFTarget, head: Head | None, held_out:
     """
     for name, method in evaluation.methods.items():
         if method.needs_head:
-            _Player(Contestant(name, method, target, head), evaluation)
+            _Player(Contestant(name, method, target, head_of(method)), evaluation)
     vanilla = _Player(Contestant(VANILLA, Vanilla(), target), evaluation)
     for place, prompt in questions(evaluation, held_out).items():
         vanilla.ids(place, prompt)

@@ -50,7 +50,8 @@ class Model:
         budget_mib: memory, in MiB, of laws and logits alive at once in the loss: how many rows are worked off together,
             never what comes out; null: all at once.
         noise: disturbs the states that the draft reads, in training; null: none.
-        start: another run's ``draft.ckpt`` of the same parts to go on from, its draft vocabulary included; null:
+        start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,
+            without its ending, such as ``experiments/hass``, or a ``draft.ckpt``; null:
             weights drawn from the seed.
         public: a public EAGLE-3 head to go on from instead, or to measure as it is: a folder or hub id in the layout of
             EAGLE, SpecForge or SGLang.

@@ -31,6 +31,7 @@ FOLDER = Path(__file__).parents[1] / "experiments"
 PAPERS = sorted(f"paper/{path.stem}" for path in FOLDER.glob("paper/*.yaml"))
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml")) + PAPERS
 NO_HEAD = ("no_head",)  # measured as they are: nothing in them is trained
+HEADS = ("ten_methods",)  # nothing in them is trained, they measure other experiments' heads
 START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
 
 
@@ -104,7 +105,7 @@ def test_an_experiment_says_at_its_head_what_it_is_and_where_its_numbers_come_fr
     assert "arXiv" in head
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_HEAD])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*NO_HEAD, *HEADS)])
 def test_an_experiment_takes_a_training_step_on_a_tiny_target(
     name: str, make_module: Callable[..., DraftModule], batch: Batch
 ) -> None:
@@ -114,6 +115,16 @@ def test_an_experiment_takes_a_training_step_on_a_tiny_target(
     assert len(steps) == module.unroll.depth
     assert out.judged.any()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_that_is_named_is_one_that_an_experiment_trains(name: str) -> None:
+    methods = read(name).evaluate.methods
+    named = {method.head for method in methods.values() if method.needs_head}
+    assert named and None not in named
+    for head in named:
+        assert str(head).removeprefix("experiments/") in NAMES
+        assert not read(Path(str(head)).name).lacks()
 
 
 @pytest.mark.parametrize("name", NO_HEAD)

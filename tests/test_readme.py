@@ -18,7 +18,7 @@ from tiny import TinyLab
 
 from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.tracking import store_uri
@@ -98,8 +98,8 @@ def test_a_new_term_is_named_by_its_import_path_and_computes_what_it_says(mine: 
 def test_a_head_of_the_new_method_obeys_the_laws(mine: Path, tiny: TinyLab, tmp_path: Path) -> None:
     """Step 3."""
     experiment = load(str(mine), *(word.removeprefix("--") for word in on_tiny(tiny, tmp_path / "runs")))
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target)
     module = stages.build_module(experiment, target, data).double()
     batch = next(iter(data.train_dataloader()))
     laws.every_parameter_learns(module, batch)

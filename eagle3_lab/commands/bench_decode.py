@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.files import require_place, write_text
+from eagle3_lab.commands.heads import Heads, gather
 from eagle3_lab.commands.work import Work
-from eagle3_lab.costs import Curves, Cycle, Laps, Meter, answer, answer_seconds, between, timed
+from eagle3_lab.costs import Curves, Cycle, Laps, Meter, Sized, answer, answer_seconds, between, timed
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.auto import Choice, Watching, choose_tree
@@ -77,13 +78,13 @@ def bench_decode(
             raise UserError(f"--{name}: must be >= 1, got {value}")
     require_place(json, "--json")
     experiment.require_training("bench decode")
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target, answer=False)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target, answer=False)
     head, trained = _head(experiment, target, data, checkpoint_path)
     law = next(iter(evaluation.by_law.values()))
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
-    contestants = _contestants(evaluation, target, head)
+    contestants = _contestants(evaluation, target, gather(head, evaluation.methods, target, experiment.tracking.folder))
     meter = _meter(target, contestants, evaluation, law, calibration[0], rounds)
     methods, rivals, made = _speeds(target, contestants, law, evaluation, measured, calibration, meter, repeats)
     table = BenchTable(
@@ -123,12 +124,12 @@ def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData, cou
     return ids[:count]
 
 
-def _contestants(evaluation: Evaluation, target: HFTarget, head: Head) -> list[_Contestant]:
+def _contestants(evaluation: Evaluation, target: HFTarget, heads: Heads) -> list[_Contestant]:
     made = []
     methods: dict[str, Method] = {VANILLA: Vanilla(), **evaluation.methods}
     for name, method in methods.items():
         try:
-            made.append(_Contestant(name, method.proposer(target.spec, head)))
+            made.append(_Contestant(name, method.proposer(target.spec, heads.of(method))))
         except ValueError as error:
             raise UserError(f"evaluate.methods.{name}: {error}") from None
     return made
@@ -173,6 +174,7 @@ def _speeds(
         rivals = _best(target, offered, calibration, limit, s.advance)
     drafting: dict[str, list[dict[str, float]]] = {c.name: [] for c in contestants}
     answers: dict[str, list[tuple[Decoded, float]]] = {c.name: [] for c in contestants}
+    sizes: dict[str, list[int]] = {c.name: [] for c in contestants}
     theirs: dict[str, list[tuple[int, float]]] = {r.name: [] for r in rivals}
     everyone = [*contestants, *rivals]
     with stage("decoding", "answers", len(measured) * len(everyone)) as s:
@@ -184,12 +186,14 @@ def _speeds(
                     theirs[one.name].append(_rival_answer(target, one, ids, limit))
                 else:
                     drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit)
-                    answers[one.name].append(_answer(target, one, law, ids, limit, evaluation.seed + i))
+                    sized = Sized(one.proposer)
+                    answers[one.name].append(_answer(target, sized, law, ids, limit, evaluation.seed + i))
+                    sizes[one.name] += sized.extents
                 s.advance()
     made = meter.curves()
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
     return (
-        [_speed(c, answers[c.name], Cycle.of(drafting[c.name]), made, base) for c in contestants],
+        [_speed(c, answers[c.name], sizes[c.name], Cycle.of(drafting[c.name]), made, base) for c in contestants],
         [RivalSpeed.of(r.name, r.setting, theirs[r.name], base) for r in rivals],
         made,
     )
@@ -203,11 +207,11 @@ def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], li
 
 
 def _answer(
-    target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int, seed: int
+    target: HFTarget, proposer: Proposer, law: Law, ids: Sequence[int], limit: int, seed: int
 ) -> tuple[Decoded, float]:
     clock = Laps(target.device)
     ends = target.spec.end_tokens
-    return timed(lambda: answer(target, one.proposer, law, ids, limit, clock, seed, ends), target.device)
+    return timed(lambda: answer(target, proposer, law, ids, limit, clock, seed, ends), target.device)
 
 
 def _trees(
@@ -247,7 +251,7 @@ def _rivals(evaluation: Evaluation) -> list[Rival]:
     for method in evaluation.methods.values():
         if isinstance(method, PromptLookup):
             offered += lookups()
-        if isinstance(method, DraftLM):
+        if isinstance(method, DraftLM) and method.target is not None:
             offered += assisted(method.target.load())
     return offered
 
@@ -277,13 +281,22 @@ def _rival_answer(target: HFTarget, rival: Rival, ids: Sequence[int], limit: int
 def _speed(
     contestant: _Contestant,
     answers: Sequence[tuple[Decoded, float]],
+    sizes: Sequence[int],
     calibrated: Cycle,
     made: Curves,
     base: float,
 ) -> MethodSpeed:
     nodes = contestant.proposer.nodes
-    verify, forward = made.verify[nodes], made.forward[nodes]
-    cycle = Cycle(calibrated.draft, verify.verify, verify.host)
+    scored = sizes or [nodes]  # no tree was proposed where every answer was one token
+    verify, host, forward = (
+        statistics.fmean(between(curve, n) for n in scored)
+        for curve in (
+            {n: c.verify for n, c in made.verify.items()},
+            {n: c.host for n, c in made.verify.items()},
+            made.forward,
+        )
+    )
+    cycle = Cycle(calibrated.draft, verify, host)
     tokens = [len(d.tokens) for d, _ in answers]
     rounds = sum(len(d.rounds) for d, _ in answers)
     tau = sum(r.emitted for d, _ in answers for r in d.rounds) / max(rounds, 1)

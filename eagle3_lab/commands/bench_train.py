@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.bench_memory import Peaks, peaks
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.rival import Rival
@@ -43,8 +43,8 @@ class Setup:
     def of(experiment: Experiment, every_row: bool) -> Setup:
         """The experiment's head on the first batch of its data. Raises UserError for a format that is not timed."""
         _, _, _, trainer = experiment.require_training("bench train")
-        target = stages.load_target(experiment)
-        data = stages.build_data(experiment, target, answer=False)
+        target = inputs.load_target(experiment)
+        data = inputs.build_data(experiment, target, answer=False)
         module = stages.build_module(experiment, target, data)
         products, _ = trainer.precision(target.device)
         if products not in DTYPES:

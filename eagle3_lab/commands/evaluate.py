@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import measuring, stages
+from eagle3_lab.commands import inputs, measuring, stages
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
+from eagle3_lab.commands.heads import gather
 from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.tasks import HELD_OUT
@@ -40,19 +41,21 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     _require_sections(experiment, checkpoint_path)
     require_place(json, "--json")
     require_writable(experiment.tracking.folder)
-    target = stages.load_target(experiment)
+    target = inputs.load_target(experiment)
     data = None
     if experiment.data is not None:
-        data = stages.build_data(experiment, target, answer=experiment.model is not None)
+        data = inputs.build_data(experiment, target, answer=experiment.model is not None)
     path, module = _trained(experiment, target, data, checkpoint_path)
     head = None if module is None else Head(module.source, module.draft)
-    stages.check_evaluation(experiment, target, data, head)
+    assert experiment.evaluate is not None
+    heads = gather(head, experiment.evaluate.methods, target, experiment.tracking.folder)
+    stages.check_evaluation(experiment, target, data, heads)
     held_out = None if data is None else data.prompts()
-    journal = measuring.open_journal(experiment, target, held_out, path, "evaluate")
+    journal = measuring.open_journal(experiment, target, held_out, path, "evaluate", heads.hashes())
     with _run(experiment, journal, data, path) as run:
         log_setting(experiment, data, run)
         hits = None if module is None or data is None else stages.read_held_out(module, data)
-        measured = measuring.decode_methods(experiment, target, head, held_out, run, journal)
+        measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
         table = stages.closing_table(experiment, target, measured, hits, run, path)
         log_closing(experiment, table, run, journal)
     journal.remove()
@@ -68,10 +71,10 @@ def _require_sections(experiment: Experiment, checkpoint_path: Path | None) -> N
         raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
     if experiment.model is None:
         for name, method in evaluation.methods.items():
-            if method.needs_head:
+            if method.needs_own_head:
                 raise UserError(
-                    f"evaluate.methods.{name}: needs a trained head, and the experiment has no model; add the sections "
-                    "it was trained with, or leave the method out"
+                    f"evaluate.methods.{name}: needs a trained head, and the experiment has no model; name in its "
+                    "`head` who trained one, add the sections it was trained with, or leave the method out"
                 )
         if checkpoint_path is not None:
             raise UserError(

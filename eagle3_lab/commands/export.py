@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs
 from eagle3_lab.commands.work import Work
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -28,9 +28,9 @@ def export(experiment: Experiment, *, folder: Path, checkpoint_path: Path | None
     source, draft = model.features, model.draft
     if not isinstance(draft, CausalDraft):
         raise UserError(f"export: {type(draft).__name__} reads its target's features and is no model by itself")
-    target = stages.load_target(experiment)
+    target = inputs.load_target(experiment)
     if checkpoint_path is None:
-        checkpoint_path = Work.of(experiment, target, stages.build_data(experiment, target, answer=False)).draft
+        checkpoint_path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
     checkpoint.restore(checkpoint_path, target, source, draft)
     draft.lm.save(folder)
     print(f"{folder}: {draft.lm.spec.name}", file=sys.stderr)

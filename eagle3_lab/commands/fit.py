@@ -6,10 +6,11 @@ import json as json_module
 from pathlib import Path
 
 from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands import measuring, stages
+from eagle3_lab.commands import inputs, measuring, stages
 from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import read_object, require_place, write_text
+from eagle3_lab.commands.heads import Heads, gather
 from eagle3_lab.commands.work import STATE, Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
@@ -47,8 +48,8 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     require_place(json, "--json")
     if not dry_run:
         require_writable(experiment.tracking.folder)
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target, answer=not dry_run)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)
     work = Work.of(experiment, target, data)
     if not ranks.is_first():
@@ -57,7 +58,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         return
     stages.check_rows(module, data)
     stages.check_features(experiment, target, data, module)
-    stages.check_evaluation(experiment, target, data, Head(module.source, module.draft))
+    stages.check_evaluation(experiment, target, data, _heads(experiment, target, module))
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
@@ -125,9 +126,9 @@ def closed(
     hits = stages.read_held_out(module, data)
     measured, journal = measuring.Measured(), None
     if experiment.evaluate is not None:
-        held_out, head = data.prompts(), Head(module.source, module.draft)
-        journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit")
-        measured = measuring.decode_methods(experiment, target, head, held_out, run, journal)
+        held_out, heads = data.prompts(), _heads(experiment, target, module)
+        journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit", heads.hashes())
+        measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
     table = stages.closing_table(experiment, target, measured, hits, run, work.draft)
     log_closing(experiment, table, run, journal)
     write_text(text, as_text(table))
@@ -135,6 +136,11 @@ def closed(
     if journal is not None:
         journal.remove()
     return as_text(table)
+
+
+def _heads(experiment: Experiment, target: HFTarget, module: DraftModule) -> Heads:
+    methods = {} if experiment.evaluate is None else experiment.evaluate.methods
+    return gather(Head(module.source, module.draft), methods, target, experiment.tracking.folder)
 
 
 def log_setting(experiment: Experiment, data: ConversationData | None, run: Run) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs
+from eagle3_lab.commands.heads import gather
 from eagle3_lab.commands.stream import Ink, TextStream
 from eagle3_lab.commands.work import DRAFT, Work
 from eagle3_lab.data.chat import Chat, Message
@@ -59,14 +60,15 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
-    if chosen.needs_head:
+    if chosen.needs_own_head:
         model = _require_sections(experiment, name)
         if checkpoint_path is None and model.public is None:
             _require_some_head(experiment)
-    target = stages.load_target(experiment)
-    head = _head(experiment, target, checkpoint_path) if chosen.needs_head else None
+    target = inputs.load_target(experiment)
+    own = _head(experiment, target, checkpoint_path) if chosen.needs_own_head else None
+    heads = gather(own, {name: chosen}, target, experiment.tracking.folder)
     try:
-        proposer = chosen.proposer(target.spec, head)
+        proposer = chosen.proposer(target.spec, heads.of(chosen))
     except ValueError as error:
         raise UserError(f"evaluate.methods.{name}: {error}") from None
     speaker = Speaker(
@@ -212,7 +214,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
     assert experiment.model is not None and experiment.data is not None
     source, draft, public = experiment.model.features, experiment.model.draft, experiment.model.public
     if path is None:
-        path = Work.of(experiment, target, stages.build_data(experiment, target, answer=False)).draft
+        path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
         if not path.is_file() and public is None:
             raise _no_head(path)
     if path.is_file() or public is None:

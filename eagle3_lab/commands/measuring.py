@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from eagle3_lab import checkpoint
+from eagle3_lab.commands.heads import Heads
 from eagle3_lab.data.tasks import Prompt
-from eagle3_lab.decode.methods import Head, Vanilla
+from eagle3_lab.decode.methods import Vanilla
 from eagle3_lab.evaluation import MEAN, VANILLA, Contestant, Evaluation, measure, questions
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
@@ -40,12 +42,18 @@ class Measured:
 
 
 def open_journal(
-    experiment: Experiment, target: HFTarget, held_out: Sequence[Prompt] | None, head: Path | None, verb: str
+    experiment: Experiment,
+    target: HFTarget,
+    held_out: Sequence[Prompt] | None,
+    head: Path | None,
+    verb: str,
+    named: Mapping[str, str] = MappingProxyType({}),
 ) -> Journal:
     """The journal of this very evaluation, with what earlier processes left in it.
 
     It is another one for anything that decides an answer or its seconds: the experiment's choices, the target, the
-    head, the prompts, this package's code, torch, the machine and its threads.
+    head and those that methods name (``named``: their hashes), the prompts, this package's code, torch, the machine
+    and its threads.
 
     Raises:
         UserError: a task that cannot be read, or a journal that cannot.
@@ -56,6 +64,7 @@ def open_journal(
     parts = {
         "verb": verb,
         "head": "" if head is None else _identity(head),
+        "named": sorted(named.items()),
         "target": [spec.weights_hash, spec.tokenizer_hash, spec.template_hash, str(target.dtype)],
         "asked": [(*place, asdict(prompt)) for place, prompt in asked.items()],
         "methods": list(experiment.evaluate.methods),
@@ -73,7 +82,7 @@ def _identity(head: Path) -> str:
 def decode_methods(
     experiment: Experiment,
     target: HFTarget,
-    head: Head | None,
+    heads: Heads,
     held_out: Sequence[Prompt] | None,
     run: Run,
     journal: Journal,
@@ -83,7 +92,7 @@ def decode_methods(
     evaluation = experiment.evaluate
     assert evaluation is not None
     plain = _baselines(experiment, evaluation, target)
-    contestants = plain + [Contestant(name, method, target, head) for name, method in evaluation.methods.items()]
+    contestants = plain + [Contestant(n, method, target, heads.of(method)) for n, method in evaluation.methods.items()]
     asked = questions(evaluation, held_out)
     left = [prompt for place, prompt in asked.items() if place not in journal.known]
     earlier, before = len(asked) - len(left), journal.processes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.files import write_text
 from eagle3_lab.commands.stream import Ink
@@ -38,8 +38,8 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
     if experiment.data is None or experiment.model is None:
         missing = "data" if experiment.data is None else "model"
         raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target)
     try:
         vocabulary = stages.draft_vocabulary(experiment, target, data)
     except ValueError as error:

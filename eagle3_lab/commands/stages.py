@@ -17,15 +17,14 @@ from torch import Tensor
 
 from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
+from eagle3_lab.commands.heads import Heads
 from eagle3_lab.commands.measuring import Measured
-from eagle3_lab.commands.work import Work, require_room
+from eagle3_lab.commands.work import Work, beginning, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.features import Making
 from eagle3_lab.data.kept import FromStore, Reading
-from eagle3_lab.data.module import PREPARED, ConversationData
-from eagle3_lab.data.overlap import measured_on
+from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.store import Store
-from eagle3_lab.decode.methods import Head
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import check
@@ -42,86 +41,7 @@ from eagle3_lab.tracking import Run, ui_command
 from eagle3_lab.train import DraftModule
 from eagle3_lab.training import Training, quiet_lightning
 
-# ------------------------------------------------------------------------------------------------- target and data
-
-
-def load_target(experiment: Experiment) -> HFTarget:
-    """The target, fetched and converted on first use."""
-    with stage("target", "models", 1, experiment.budgets.get("target")) as s:
-        if experiment.target.is_made():
-            s.reused()
-        elif not ranks.is_first():
-            ranks.wait_for(experiment.target.is_made)
-        target = experiment.target.load()
-        s.advance()
-    return target
-
-
-def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True) -> ConversationData:
-    """The experiment's conversations, and the fresh answers beside them, for this target. ``answer`` False: nothing is
-    made; answers that are not there yet are left out. The experiment must have ``data``.
-
-    Raises:
-        UserError: a template or data that cannot be trained on, or a folder for answers that cannot be written.
-    """
-    assert experiment.data is not None
-    chat = Chat(target.tokenizer)
-    file = prepared_file(experiment, target, chat, make=answer)
-    beside: list[Path] = []
-    if experiment.answers is not None:
-        place = experiment.answers.place(target, chat, _answers_folder())
-        if answer or place.is_file():
-            beside = [_answer(experiment, target, chat)]
-    measured = None if experiment.evaluate is None else measured_on(experiment.evaluate.tasks)
-    experiment.data.build(chat, target.spec, beside, file=file, measured=measured)
-    return experiment.data
-
-
-def prepared_file(experiment: Experiment, target: HFTarget, chat: Chat, *, make: bool = True) -> Path | None:
-    """What the ``prepare`` section makes, made now if it is not there; None where there is no such section.
-
-    Raises:
-        UserError: ``data.path`` and ``prepare`` that contradict each other, a file that is not there and not to be
-            made, or what `Preparation.make` refuses.
-    """
-    assert experiment.data is not None
-    if experiment.prepare is None:
-        if experiment.data.path == PREPARED:
-            raise UserError(f"data.path: {PREPARED!r}, but the experiment has no prepare section; write one, or a file")
-        return None
-    if experiment.data.path != PREPARED:
-        raise UserError(
-            f"data.path: {experiment.data.path!r}, but there is a prepare section; write data.path: {PREPARED}, or none"
-        )
-    folder = cache_folder() / "prepared"
-    place = experiment.prepare.place(target, chat, folder)
-    if not ranks.is_first():
-        ranks.wait_for(place.is_file)
-    if not place.is_file() and not make:
-        raise UserError(f"prepare: {place} is not made yet; run the verb prepare first")
-    experiment.data.check(chat, target.spec)
-    budget = experiment.budgets.get("answers")
-    if place.is_file():
-        with stage("answers", "turns", budget_s=budget) as s:
-            s.reused()
-    return experiment.prepare.make(target, chat, folder, experiment.target.load, budget)
-
-
-def _answers_folder() -> Path:
-    return cache_folder() / "answers"
-
-
-def _answer(experiment: Experiment, target: HFTarget, chat: Chat) -> Path:
-    assert experiment.answers is not None
-    folder = _answers_folder()
-    total = len(experiment.answers.questions())
-    with stage("answers", "prompts", total, experiment.budgets.get("answers")) as s:
-        place = experiment.answers.place(target, chat, folder)
-        if not ranks.is_first():
-            ranks.wait_for(place.is_file)
-        if place.is_file():
-            s.reused()
-        return experiment.answers.make(target, chat, folder, on_answer=lambda tokens: s.advance(1, tokens=tokens))
+# ------------------------------------------------------------------------------------------------------- features
 
 
 def keep_features(
@@ -205,8 +125,8 @@ def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> 
     assert model is not None
     if model.public is not None:
         official.load(official.read(model.public), target, model.features, model.draft)
-    elif model.start is not None:
-        checkpoint.restore(model.start, target, model.features, model.draft)
+    elif (start := beginning(experiment, target)) is not None:
+        checkpoint.restore(start, target, model.features, model.draft)
     else:
         width = model.features.build(target)
         model.draft.build(target, width, draft_vocabulary(experiment, target, data).to(target.device))
@@ -320,12 +240,10 @@ def read_held_out(module: DraftModule, data: ConversationData) -> HitReading | N
         return read_hits(module, batches, on_tokens=s.advance)
 
 
-def check_evaluation(
-    experiment: Experiment, target: HFTarget, data: ConversationData | None, head: Head | None
-) -> None:
+def check_evaluation(experiment: Experiment, target: HFTarget, data: ConversationData | None, heads: Heads) -> None:
     """Refuse before training what could not be measured after it. Raises UserError."""
     if experiment.evaluate is not None:
-        check(experiment.evaluate, target, head, None if data is None else data.prompts())
+        check(experiment.evaluate, target, heads.of, None if data is None else data.prompts())
 
 
 def closing_table(

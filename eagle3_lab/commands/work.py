@@ -6,13 +6,15 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from eagle3_lab import checkpoint, ranks
+from eagle3_lab.commands import inputs
 from eagle3_lab.commands.files import read_object, write_text
+from eagle3_lab.config import find_experiment, load
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -38,7 +40,7 @@ class Work:
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
         assert experiment.model is not None
-        start, public = experiment.model.start, experiment.model.public
+        start, public = beginning(experiment, target), experiment.model.public
         begun = [] if start is None else [checkpoint.content_hash(start)]
         begun += [] if public is None else [official.content_hash(public)]
         parts = (target.spec.weights_hash, data.hash, *begun)
@@ -82,6 +84,36 @@ class Work:
     def _state(self) -> dict[str, str]:
         found = read_object(self.folder / STATE)
         return found if isinstance(found.get("run_id"), str) else {}
+
+
+def beginning(experiment: Experiment, target: HFTarget) -> Path | None:
+    """The file of the head that a training goes on from: ``model.start`` itself, or what the experiment of that name
+    trained. Raises UserError where there is none."""
+    assert experiment.model is not None
+    start = experiment.model.start
+    if start is None or start.suffix or start.is_file():
+        return start
+    try:
+        return trained_by(str(start), target, experiment.tracking.folder)[0]
+    except UserError as error:
+        raise UserError(f"model.start: {error}") from None
+
+
+def trained_by(name: str, target: HFTarget, folder: Path) -> tuple[Path, Experiment]:
+    """Where the head lies that `fit` made of an experiment, named without its ending, in the store ``folder``, and that
+    experiment, its parts not yet built.
+
+    Raises:
+        UserError: no such experiment, or none that was trained for this target.
+    """
+    file = find_experiment(Path(f"{name}.yaml"))
+    experiment = load(file, into=Experiment)
+    experiment.tracking = replace(experiment.tracking, folder=folder)
+    experiment.require_training(str(file))
+    path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
+    if not path.is_file():
+        raise UserError(f"{file}: no head of it is in {folder} yet; run `python -m eagle3_lab fit {file}` first")
+    return path, experiment
 
 
 def require_writable(folder: Path) -> None:

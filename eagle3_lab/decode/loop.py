@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle3_lab.decode.block import Block, block
 from eagle3_lab.decode.clock import Clock
-from eagle3_lab.decode.trie import cut, root_only
+from eagle3_lab.decode.trie import cut, extent, narrow, root_only
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Decoded, Law, Proposer, Round, Session, TargetOut, Tree, Verdict, Verifier
 
@@ -87,7 +87,7 @@ def decode(
         if drafting:
             tree = _within(proposer.propose(state.root), rows, state, context_limit, proposer.positions)
         clock.lap("draft")
-        out = session.score(tree)
+        out = _score(session, tree)
         piece, table = judge(tree, out)
         verdict = _narrow(piece.verdict, table)
         session.commit(verdict)
@@ -176,6 +176,24 @@ def _rows(lengths: list[int], width: int, max_new_tokens: int, context_limit: in
 def _drafting(rows: list[_Row], positions: int | None) -> bool:
     """Whether some living row may still be drafted for."""
     return any(not row.ended and (positions is None or row.root < positions) for row in rows)
+
+
+def _score(session: Session, tree: Tree) -> TargetOut:
+    """Scores of all N places. Padding behind the last node is not scored where the host can see that for nothing: its
+    rows are zeros, which nobody reads."""
+    nodes, real = tree.tokens.shape[1], extent(tree)
+    if real == nodes:
+        return session.score(tree)
+    out = session.score(narrow(tree, real))
+
+    def padded(rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows, (0, 0, 0, nodes - real))
+
+    return TargetOut(
+        taps=tuple(padded(tap) for tap in out.taps),
+        top=None if out.top is None else padded(out.top),
+        logits=None if out.logits is None else padded(out.logits),
+    )
 
 
 def _within(tree: Tree, rows: list[_Row], state: _State, context_limit: int, positions: int | None) -> Tree:

@@ -37,13 +37,26 @@ class Head:
     draft: DraftModel
 
 
+def named_head(name: str | None) -> str | None:
+    """An experiment's name as a method gives it. Raises ValueError for an empty one."""
+    if name is not None and not name.strip():
+        raise ValueError(f"head must name an experiment, such as experiments/eagle, or be null, got {name!r}")
+    return name
+
+
 class Method(ABC):
     """One way of proposing. ``levels``: how many drafts deep its rounds can accept; ``needs_head``: whether it
-    proposes with a trained head."""
+    proposes with a trained head, and ``head`` then names the experiment that trained it, None for the one at hand."""
 
     needs_head: bool = False
+    head: str | None = None
     verifier: Verifier = ExactVerifier()
     """How its trees are judged: losslessly, unless a method says otherwise and is shown as lossy."""
+
+    @property
+    def needs_own_head(self) -> bool:
+        """Whether the experiment at hand must have trained the head."""
+        return self.needs_head and self.head is None
 
     @property
     @abstractmethod
@@ -71,12 +84,14 @@ class HeadTree(Method):
     Args:
         grow: the tree's shape.
         verifier: how the tree is judged; null: losslessly. Medusa's and Hydra's papers judge by `TypicalVerifier`.
+        head: whose trained head it is: an experiment without its ending, such as ``experiments/eagle``; null: this
+            experiment's own.
     """
 
     needs_head = True
 
-    def __init__(self, grow: Grow, verifier: Verifier | None = None) -> None:
-        self.grow = grow
+    def __init__(self, grow: Grow, verifier: Verifier | None = None, head: str | None = None) -> None:
+        self.grow, self.head = grow, named_head(head)
         self.verifier = verifier or ExactVerifier()
 
     @property
@@ -148,7 +163,8 @@ class DraftLM(Method):
 
     Args:
         target: the draft model, chosen like a target and loaded when it is asked to propose; its tokenizer's ids must
-            mean what the target's do. null: the language model that this experiment trained.
+            mean what the target's do. null: a language model that an experiment trained.
+        head: which one: an experiment without its ending, such as ``experiments/sps``; null: this one.
         length: drafts in the first round.
         adaptive: two drafts more after a round that accepted all, one less after any other; false: always ``length``.
         max_length: most drafts a round where adaptive; the tree's size is fixed by it.
@@ -163,8 +179,11 @@ class DraftLM(Method):
         adaptive: bool = True,
         max_length: int = 12,
         law: SamplingLaw | None = None,
+        head: str | None = None,
     ) -> None:
-        self.target, self.law = target, law or SamplingLaw()
+        if target is not None and head is not None:
+            raise ValueError(f"head {head!r} names who trained the draft model, and target another one; give one")
+        self.target, self.law, self.head = target, law or SamplingLaw(), named_head(head)
         self.lengths = Lengths(length, adaptive, max_length)
         self.needs_head = target is None
 

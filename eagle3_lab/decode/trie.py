@@ -1,6 +1,6 @@
 """Token trees as values: the root alone, a chain, a tree cut at a depth, repeated candidates merged.
 
-Every function keeps N, so shapes stay fixed on the device; what is removed becomes padding.
+Every function but :func:`narrow` keeps N, so shapes stay fixed on the device; what is removed becomes padding.
 """
 
 from __future__ import annotations
@@ -39,6 +39,22 @@ def cut(tree: Tree, depth: Int[Tensor, " B"]) -> Tree:
     """Turn every node more than ``depth[b]`` levels below the root into padding; the root always stays."""
     gone = tree.depth() > depth.clamp(min=0)[:, None]
     return replace(tree, parents=tree.parents.masked_fill(gone, PADDING), candidate=tree.candidate & ~gone)
+
+
+def extent(tree: Tree) -> int:
+    """Places up to the last node of any row, the root's own at least: what must be scored. Where the host would have to
+    wait for the device to know, all N: there shapes are kept fixed, and rows are nearly free."""
+    if tree.tokens.device.type != "cpu":
+        return tree.tokens.shape[1]
+    used = (tree.parents != PADDING).any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 1
+
+
+def narrow(tree: Tree, places: int) -> Tree:
+    """The first ``places`` places, behind which there must be padding alone."""
+    q = None if tree.q is None else tree.q[:, :places]
+    first = (x[:, :places] for x in (tree.tokens, tree.parents, tree.candidate))
+    return Tree(*first, q, tree.replacement)
 
 
 def merge(tree: Tree) -> Tree:

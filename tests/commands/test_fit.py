@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from tiny import TinyLab
 
 from eagle3_lab import load
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.work import Work
 from eagle3_lab.tracking import open_run, store_uri
 from eagle3_lab.train import DraftModule
@@ -204,9 +204,9 @@ def test_fresh_answers_are_made_once_and_trained_on(bench: Bench, tmp_path: Path
 
 def test_training_lowers_the_loss_and_leaves_the_target_as_it_was(bench: Bench) -> None:
     experiment = load(str(bench.yaml), "trainer.max_steps=30", "optimizer.lr=1.0e-2", "evaluate=null")
-    target = stages.load_target(experiment)
+    target = inputs.load_target(experiment)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    data = stages.build_data(experiment, target)
+    data = inputs.build_data(experiment, target)
     module = stages.build_module(experiment, target, data)
     work = Work.of(experiment, target, data)
     with open_run(experiment.tracking) as run:

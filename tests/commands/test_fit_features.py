@@ -13,7 +13,7 @@ from bench import Bench, Ran
 from mlflow.tracking import MlflowClient
 
 from eagle3_lab import load
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.data.kept import KeptBatch, Reading
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
@@ -48,8 +48,8 @@ class Opened(NamedTuple):
 
 def opened(bench: Bench, *words: str) -> Opened:
     experiment = load(str(bench.yaml), *words)
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target)
     return Opened(experiment, target, data, stages.build_module(experiment, target, data))
 
 

@@ -12,7 +12,7 @@ from tiny import CHATML, TinyLab, make_tokenizer
 
 from eagle3_lab import checkpoint, load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands import stages
+from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.generate import Speaker, closing
 from eagle3_lab.commands.stream import DRAFTED, PLAIN, Ink, TextStream
 from eagle3_lab.commands.work import Work
@@ -70,8 +70,8 @@ def trained(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "tiny.yaml"
     file.write_text(EXPERIMENT.format(target=tiny.target, data=tiny.data, runs=folder / "mlruns"))
     experiment = load(str(file))
-    target = stages.load_target(experiment)
-    data = stages.build_data(experiment, target)
+    target = inputs.load_target(experiment)
+    data = inputs.build_data(experiment, target)
     module = stages.build_module(experiment, target, data)
     place = Work.of(experiment, target, data).draft
     place.parent.mkdir(parents=True)

@@ -250,10 +250,10 @@ class Terminal(io.StringIO):
 
 def test_supervised_tokens_are_coloured_on_a_terminal_that_wants_it(tiny: TinyLab, tmp_path: Path) -> None:
     made = build(check(compose(experiment(tiny, tmp_path, messages_jsonl(tmp_path))), Experiment))
-    from eagle3_lab.commands import stages
+    from eagle3_lab.commands import inputs
 
-    target = stages.load_target(made)
-    document = stages.build_data(made, target).train[0]
+    target = inputs.load_target(made)
+    document = inputs.build_data(made, target).train[0]
     answer = document.conversation.messages[1]["content"]
     end = "" if document.conversation.cut else "<|im_end|>"
     for environment, expected in (({}, f"\x1b[32m{answer}{end}\x1b[0m"), ({"NO_COLOR": "1"}, f"[[{answer}{end}]]")):

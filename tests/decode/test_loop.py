@@ -15,6 +15,7 @@ from eagle3_lab.decode.clock import Clock, Stopwatch
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.trie import cut
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import Round, TargetOut, Tree, Verdict
@@ -288,6 +289,34 @@ def test_what_is_committed_and_observed_is_no_wider_than_the_longest_path() -> N
     assert set(widths) == {3}
 
 
+def test_padding_behind_the_last_node_is_not_scored_and_proposer_and_law_see_all_places() -> None:
+    scored, observed = [], []
+
+    class Sized(ToyTarget):
+        def score(self, tree: Tree) -> TargetOut:
+            scored.append(tree.tokens.shape[1])
+            return super().score(tree)
+
+    class Padding(Scripted):
+        """Every second round its last two drafts become padding."""
+
+        def propose(self, root: torch.Tensor) -> Tree:
+            tree = super().propose(root)
+            return cut(tree, torch.full_like(root, 1)) if len(observed) % 2 else tree
+
+        def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
+            super().observe(tree, verdict, out)
+            assert out.logits is not None
+            observed.append((tree.tokens.shape[1], out.logits.shape[1]))
+            assert (out.logits[:, scored[-1] :] == 0).all()
+
+    made = run(Sized(LOGITS), Padding(CHAIN, plain()))
+    assert [one.tokens for one in made] == [tokens[:20] for tokens in plain()]
+    nodes = Padding(CHAIN, plain()).nodes
+    assert set(scored) == {2, nodes}
+    assert set(observed) == {(nodes, nodes)}
+
+
 # ------------------------------------------------------------------------------------------- time and faults
 
 
@@ -395,6 +424,8 @@ def test_the_verdict_is_read_from_the_device_once_a_round(monkeypatch: pytest.Mo
             pass
 
     ids, lengths, generators = torch.tensor([[1, 2]]), torch.tensor([2]), [seeded(0)]
+    # the CPU asks how far a tree extends, since it waits for nothing; a device that is waited for does not
+    monkeypatch.setattr("eagle3_lab.decode.loop.extent", lambda tree: tree.tokens.shape[1])
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
         counted(name)
     (answer,) = decode(

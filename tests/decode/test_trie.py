@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle3_lab.decode.trie import cut, merge, root_only
+from eagle3_lab.decode.trie import cut, extent, merge, narrow, root_only
 from eagle3_lab.types import Tree
 
 
@@ -35,6 +35,24 @@ def test_a_cut_tree_keeps_its_upper_levels() -> None:
     assert cut(chain, torch.tensor([2])).candidate.tolist() == [[True, True, True, False, True]]
     assert cut(chain, torch.tensor([-3])).parents.tolist() == [[0, -1, -1, -1, -1]]
     assert torch.equal(cut(chain, torch.tensor([3])).parents, chain.parents)
+
+
+def test_only_padding_behind_every_rows_last_node_is_left_out() -> None:
+    one = tree_of([(1, 0, True), (2, -1, False), (3, 0, True), (0, -1, False), (0, -1, False)])
+    two = tree_of([(1, 0, True), (2, 0, True), (0, -1, False), (0, -1, False), (0, -1, False)])
+    q = torch.rand(2, 5, 9)
+    both = Tree(*(torch.cat(pair) for pair in zip(parts(one), parts(two), strict=True)), q, replacement=False)
+    assert (extent(one), extent(two), extent(both)) == (3, 2, 3)
+    assert extent(root_only(torch.tensor([7]), 4)) == 1
+    short = narrow(both, 3)
+    assert [x.tolist() for x in parts(short)] == [x[:, :3].tolist() for x in parts(both)]
+    assert short.q is not None and torch.equal(short.q, q[:, :3])
+    assert not short.replacement
+    assert extent(tree_of([(0, -1, False), (0, -1, False)])) == 1, "a row that has ended is all padding"
+
+
+def parts(tree: Tree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tree.tokens, tree.parents, tree.candidate
 
 
 def test_merging_by_hand() -> None:
