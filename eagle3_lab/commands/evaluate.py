@@ -17,13 +17,14 @@ from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.journal import Journal
 from eagle3_lab.provenance import provenance
+from eagle3_lab.report.results import ClosingTable
 from eagle3_lab.report.table import as_json, as_text
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.tracking import Run, open_run
 from eagle3_lab.train import DraftModule
 
 
-def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None) -> None:
+def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None) -> ClosingTable:
     """Measure acceptance, length and speed by decoding, in a run of its own with a run below it for each method.
 
     Killed, the same evaluation goes on after the last prompt that every method had answered.
@@ -34,6 +35,9 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
             the experiment's public head as it is.
         json: also write the closing table there, for machines.
+
+    Returns:
+        The closing table, which is also printed.
 
     Raises:
         UserError: no ``evaluate`` section, no trained head or one of another target, or what `measure` refuses.
@@ -62,6 +66,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     print(as_text(table), end="")
     if json is not None:
         write_text(json, as_json(table))
+    return table
 
 
 def _require_sections(experiment: Experiment, checkpoint_path: Path | None) -> None:
