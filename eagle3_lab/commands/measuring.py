@@ -190,21 +190,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def table_metrics(table: ClosingTable) -> dict[str, float]:
-    """The closing table as metrics of its run: what the UI compares. ``eval/METHOD/tau`` where one task was measured
-    under one law, else ``eval/LAW/TASK/METHOD/tau``; of several tasks the mean alone. The rest of each row is in the
-    runs below, once: a page of charts shows a bar for every value."""
+    """The closing table as metrics of its run: what the UI compares. ``eval/tau/METHOD`` where one task was measured
+    under one law, else ``eval/LAW/TASK/tau/METHOD``, so that a page of charts shows the methods of a quantity side by
+    side; of several tasks the mean alone. Bounds and all else of a row are in the runs below, once: that page has a bar
+    for every value."""
     found: dict[str, float] = {}
     single = len(table.laws) == len(table.tasks) == 1
     for row in table.overall or table.methods:
         name = row.name if row.name != VANILLA else f"{VANILLA}_{row.dtype}"
-        found |= headline_metrics(f"eval/{name}" if single else f"eval/{_place(row)}/{name}", row)
+        place = "eval" if single else f"eval/{_place(row)}"
+        found |= {f"{place}/{quantity}/{name}": value.value for quantity, value in headline(row).items()}
     if table.one_pass is not None:
         walked = table.one_pass.tau_walked
         found |= _bounds("eval/one_pass/tau_walked", walked)
         found["eval/one_pass/tau_expected"] = table.one_pass.tau_expected
         both = zip(table.one_pass.n_alpha_all, table.one_pass.n_alpha_walked, strict=True)
         for n, (every, visited) in enumerate(both):
-            found |= {f"eval/one_pass/n_alpha_{n}_all": every, f"eval/one_pass/n_alpha_{n}_walked": visited}
+            found |= {f"eval/one_pass/n_alpha_all/{n}": every, f"eval/one_pass/n_alpha_walked/{n}": visited}
     return found
 
 
@@ -212,16 +214,21 @@ def _place(row: MethodResult | Overall) -> str:
     return f"{row.law}/{MEAN if isinstance(row, Overall) else row.task}"
 
 
-def headline_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
-    """Tau, rate and speed-ups of a row with their bounds, below ``prefix``."""
-    found = _bounds(f"{prefix}/tau", row.tau) | _bounds(f"{prefix}/tokens_per_s", row.tokens_per_s)
-    found |= _bounds(f"{prefix}/speedup", row.speedup)
-    return found | _bounds(f"{prefix}/speedup_over_fastest", row.speedup_fastest)
+def headline(row: MethodResult | Overall) -> dict[str, Interval]:
+    """Tau, rate and speed-ups of a row by name."""
+    return {
+        "tau": row.tau,
+        "tokens_per_s": row.tokens_per_s,
+        "speedup": row.speedup,
+        "speedup_over_fastest": row.speedup_fastest,
+    }
 
 
 def row_metrics(prefix: str, row: MethodResult | Overall) -> dict[str, float]:
     """All of a row's numbers with their bounds, below ``prefix``."""
-    found = headline_metrics(prefix, row)
+    found: dict[str, float] = {}
+    for quantity, value in headline(row).items():
+        found |= _bounds(f"{prefix}/{quantity}", value)
     if isinstance(row, MethodResult):
         found |= _bounds(f"{prefix}/tau_without_loops", row.tau_tidy) | _bounds(f"{prefix}/looping", row.looping)
         found[f"{prefix}/engine_tau"] = row.engine_tau

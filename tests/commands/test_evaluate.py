@@ -30,7 +30,7 @@ def test_it_measures_the_head_that_fit_made_as_fit_did(finished: tuple[Bench, Ra
     run = MlflowClient(store_uri(bench.folder), store_uri(bench.folder)).get_run(table["run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.tags["checkpoint"] == str(bench.work() / "draft.ckpt")
-    assert run.data.metrics["eval/dynamic/tau"] >= 1
+    assert run.data.metrics["eval/tau/dynamic"] >= 1
     assert run.data.params["model.draft"] == "Eagle3"
 
 

@@ -72,9 +72,9 @@ def test_the_run_holds_a_curve_point_for_every_step_and_all_results(finished: tu
     assert [step for step, _ in curve(bench, ran, "train/loss")] == [0, 1, 2, 3, 4, 5]
     assert len(curve(bench, ran, "val/tau_walked")) == 2
     found = stored(bench, ran).data.metrics
-    for name in ("train/step_2/overlap", "val/loss", "eval/chain/tau", "eval/vanilla_float32/tokens_per_s_low"):
+    for name in ("train/step_2/overlap", "val/loss", "eval/tau/chain", "eval/tokens_per_s/vanilla_float32"):
         assert name in found
-    assert found["eval/vanilla_float32/tau"] == 1.0
+    assert found["eval/tau/vanilla_float32"] == 1.0
     assert found["eval/one_pass/tau_expected"] >= 1.0
 
 
@@ -123,7 +123,7 @@ def test_a_second_run_reuses_training_and_evaluation_and_takes_no_step(
     assert "training: reused (unchanged)" in again.err
     assert "evaluation: reused (unchanged)" in again.err
     assert len(curve(bench, ran, "train/loss")) == 6
-    assert len(curve(bench, ran, "eval/chain/tau")) == 1
+    assert len(curve(bench, ran, "eval/tau/chain")) == 1
 
 
 def test_what_only_names_or_shows_a_run_makes_no_other_one(finished: tuple[Bench, Ran]) -> None:

@@ -148,8 +148,8 @@ def test_one_task_under_one_law_closes_as_plainly_as_ever(plain: Bench) -> None:
     heads = [block.splitlines()[0].split("  ")[0] for block in ran.out.split("\n\n")[1:5]]
     assert heads == ["method", "n-alpha", "rounds by accepted drafts", "time"]
     ((run,), children) = runs(plain)
-    assert run.data.metrics["eval/itself/tau"] > 1
-    assert children[0].data.metrics["T0/one/tau"] == run.data.metrics["eval/itself/tau"]
+    assert run.data.metrics["eval/tau/itself"] > 1
+    assert children[0].data.metrics["T0/one/tau"] == run.data.metrics["eval/tau/itself"]
 
 
 def test_plain_decoding_under_a_name_of_its_own_is_a_method_like_any_other(plain: Bench) -> None:
@@ -184,7 +184,7 @@ def test_each_method_has_a_run_below_the_evaluations(measured: tuple[Bench, Ran,
     assert pld.data.metrics["T1/turns/looping"] == row["looping"]["value"]
     (mean,) = [o for o in table["overall"] if (o["law"], o["name"]) == ("T0", "pld")]
     assert pld.data.metrics["T0/mean/speedup_low"] == mean["speedup"]["low"]
-    assert parent.data.metrics["eval/T0/mean/pld/speedup"] == mean["speedup"]["value"]
+    assert parent.data.metrics["eval/T0/mean/speedup/pld"] == mean["speedup"]["value"]
     assert parent.data.tags["evaluation_resumed"] == "false"
     assert parent.data.tags["data"] == "none"
 
