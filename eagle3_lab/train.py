@@ -27,6 +27,7 @@ from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable, StepLoss
 from eagle3_lab.rows import Edge, Mask
+from eagle3_lab.sharded import shard
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs, TargetOut
 
@@ -224,6 +225,9 @@ class DraftModule(lightning.LightningModule):
             self.draft, steps, batch, target, top, denominators=denominators, counted=counted, summary=out.summary
         )
         return done, steps
+
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh)
 
     def on_fit_start(self) -> None:
         target = self._target[0]

@@ -13,9 +13,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.distributed.tensor import DTensor
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.progress import Stage
+from eagle3_lab.sharded import Sharded
 from eagle3_lab.types import Batch
 
 
@@ -57,7 +59,8 @@ class Finite(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
-            if parameter.requires_grad and not bool(parameter.isfinite().all()):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if parameter.requires_grad and not bool(whole.isfinite().all()):
                 raise UserError(f"training: {name} is not finite after step {trainer.global_step}; {ADVICE}")
 
 
@@ -105,6 +108,9 @@ class Saver(ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        sharded = isinstance(trainer.strategy, Sharded)
+        if sharded and not isinstance(exception, KeyboardInterrupt):
+            return  # all processes gather what is saved, and only an interrupt reaches all of them
         if self._whole.between(trainer):
             super().on_exception(trainer, pl_module, exception)
 

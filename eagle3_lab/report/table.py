@@ -55,7 +55,7 @@ def _grids(table: ClosingTable) -> list[Grid]:
     grids = []
     for law in laws:
         one_pass = table.one_pass if law == laws[0] else None  # it reads greedy text, whatever is drawn elsewhere
-        for grid in _law_grids(table, law, one_pass):
+        for grid in filter(lambda grid: grid.rows, _law_grids(table, law, one_pass)):  # nothing decoded: no rows
             title = f"{law}: {grid.head[0]}" if len(laws) > 1 else grid.head[0]
             grids.append(replace(grid, head=(title, *grid.head[1:])))
     return grids

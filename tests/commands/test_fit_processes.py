@@ -71,11 +71,20 @@ def weights(bench: Bench) -> dict[str, torch.Tensor]:
     return torch.load(bench.work() / "draft.ckpt", weights_only=True)["state_dict"]
 
 
+SHARDED = {"trainer.strategy": "{class_path: Sharded}"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("torchrun", [False, True], ids=["lightning's launcher", "torchrun"])
-def test_two_processes_train_as_one_does(torchrun: bool, bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("torchrun", "strategy"),
+    [(False, {}), (True, {}), (False, SHARDED)],
+    ids=["lightning's launcher", "torchrun", "sharded"],
+)
+def test_two_processes_train_as_one_does(
+    torchrun: bool, strategy: dict[str, str], bench: Bench, tmp_path: Path
+) -> None:
     """Rows are uneven, and their number is odd: the last batch of a pass leaves the second process a row of padding."""
-    ran = by_processes(bench, {}, torchrun=torchrun)
+    ran = by_processes(bench, strategy, torchrun=torchrun)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("tau") and ran.stdout.count("run: ") == 1, "measured and told once"
 
@@ -104,4 +113,31 @@ def test_more_processes_than_rows_is_one_line(bench: Bench) -> None:
     assert ran.returncode == 2
     told = [line for line in ran.stderr.splitlines() if "trainer.devices" in line]
     assert len(told) == 1 and "64 processes, but the training data fills" in told[0]
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_sharded_training_goes_on_from_its_last_checkpoint(bench: Bench) -> None:
+    often = SHARDED | {"trainer.save_every_minutes": "1.0e-6"}
+    assert by_processes(bench, often, torchrun=False).returncode == 0
+    before = weights(bench)
+    (bench.work() / "draft.ckpt").unlink()
+    again = by_processes(bench, often, torchrun=False)
+    assert again.returncode == 0, again.stderr
+    assert "training: goes on from" in again.stderr
+    after = weights(bench)
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
+
+
+@pytest.mark.slow
+def test_a_strategy_that_would_scatter_the_head_is_one_line(bench: Bench) -> None:
+    plain = "{class_path: lightning.pytorch.strategies.ModelParallelStrategy, init_args: {tensor_parallel_size: 1}}"
+    ran = by_processes(
+        bench, {"trainer.strategy": plain.replace("{tensor", "{data_parallel_size: 2, tensor")}, torchrun=False
+    )
+    assert ran.returncode == 2
+    told = [line for line in ran.stderr.splitlines() if "trainer.strategy" in line]
+    assert len(told) == 1 and told[0].endswith("class_path: Sharded")
     assert "Traceback" not in ran.stderr

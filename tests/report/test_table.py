@@ -154,4 +154,10 @@ def test_vanilla_alone_makes_a_table_without_drafts() -> None:
     vanilla = ClosingTable(whole.setting, whole.methods[:1], None, "r", "-", "-", "-")
     assert "alpha" not in as_text(vanilla) and "accepted" not in as_text(vanilla)
     nothing = ClosingTable(whole.setting, (), None, "r", "-", "-", "-")
-    assert "tokens/s" in as_text(nothing)
+    assert as_text(nothing).startswith(f"{whole.setting}\n\nrun: r\n")
+
+
+def test_where_nothing_was_decoded_only_what_was_read_is_shown() -> None:
+    text = as_text(replace(measured(), methods=()))
+    assert "one pass, all anchors" in text and "run: 0123abc" in text
+    assert "tokens/s" not in text and "prefill" not in text
