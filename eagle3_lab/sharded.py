@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -43,20 +43,21 @@ class Sharded(ModelParallelStrategy):
         super().setup_environment()
 
 
+def check(strategy: Strategy) -> None:
+    """Refuse Lightning's own strategy, which would split single matrices and keep a head as several files. Raises
+    UserError."""
+    if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, Sharded):
+        raise UserError(
+            f"trainer.strategy: {type(strategy).__name__} splits matrices or writes checkpoints of several files; "
+            "class_path: Sharded"
+        )
+
+
 def shard(module: LightningModule, mesh: DeviceMesh | None) -> None:
     """Share a module out over ``mesh``, once; None: leave it whole. One unit, since a head is a layer or few, all of
-    which a step reads.
-
-    Raises:
-        UserError: a strategy that would split single matrices, or keep a head as several files.
-    """
+    which a step reads."""
     if mesh is None or isinstance(module, FSDPModule):
         return
-    if mesh["tensor_parallel"].size() != 1 or not isinstance(module.trainer.strategy, Sharded):
-        raise UserError(
-            f"trainer.strategy: {type(module.trainer.strategy).__name__}, which splits matrices or writes a checkpoint "
-            "of several files; class_path: Sharded"
-        )
     fully_shard(module, mesh=mesh["data_parallel"])
     for step in STEPS:
         register_fsdp_forward_method(module, step)

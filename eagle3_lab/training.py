@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from eagle3_lab import sharded
 from eagle3_lab.errors import UserError
 
 Products = Literal["auto", "bfloat16", "float32"]
@@ -91,7 +92,7 @@ class Training:
     ) -> lightning.Trainer:
         """Lightning's trainer for one run. Raises UserError for options that Lightning refuses."""
         try:
-            return lightning.Trainer(
+            trainer = lightning.Trainer(
                 logger=logger,
                 callbacks=[*callbacks, *self.callbacks],
                 plugins=[checkpoints],
@@ -107,6 +108,8 @@ class Training:
             )
         except (MisconfigurationException, ValueError) as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+        sharded.check(trainer.strategy)
+        return trainer
 
     def check(self, batches: int) -> None:
         """Refuse what Lightning would refuse once everything is set up. ``batches``: of one pass over the data.
