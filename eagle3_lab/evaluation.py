@@ -202,7 +202,7 @@ class _Player:
         self._target = contestant.target
         try:
             self._proposer: Proposer = contestant.method.proposer(self._target.spec, contestant.head)
-        except ValueError as error:
+        except (ValueError, UserError) as error:  # a draft model that cannot be loaded among them
             raise UserError(f"evaluate.methods.{contestant.name}: {error}") from None
         self._chat = Chat(self._target.tokenizer)
         self._verifier: Verifier = contestant.method.verifier

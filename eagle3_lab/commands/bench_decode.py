@@ -84,7 +84,7 @@ def bench_decode(
     law = next(iter(evaluation.by_law.values()))
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
-    contestants = _contestants(evaluation, target, gather(head, evaluation.methods, target, experiment.tracking.folder))
+    contestants = _contestants(evaluation, target, gather(head, evaluation.methods, experiment, target))
     meter = _meter(target, contestants, evaluation, law, calibration[0], rounds)
     methods, rivals, made = _speeds(target, contestants, law, evaluation, measured, calibration, meter, repeats)
     table = BenchTable(

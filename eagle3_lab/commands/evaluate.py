@@ -52,7 +52,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     path, module = _trained(experiment, target, data, checkpoint_path)
     head = None if module is None else Head(module.source, module.draft)
     assert experiment.evaluate is not None
-    heads = gather(head, experiment.evaluate.methods, target, experiment.tracking.folder)
+    heads = gather(head, experiment.evaluate.methods, experiment, target)
     stages.check_evaluation(experiment, target, data, heads)
     held_out = None if data is None else data.prompts()
     journal = measuring.open_journal(experiment, target, held_out, path, "evaluate", heads.hashes())
@@ -61,7 +61,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
         hits = None if module is None or data is None else stages.read_held_out(module, data)
         measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
         table = stages.closing_table(experiment, target, measured, hits, run, path)
-        log_closing(experiment, table, run, journal)
+        log_closing(experiment, table, run, journal, heads)
     journal.remove()
     print(as_text(table), end="")
     if json is not None:

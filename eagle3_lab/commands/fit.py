@@ -58,7 +58,9 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         return
     stages.check_rows(module, data)
     stages.check_features(experiment, target, data, module)
-    stages.check_evaluation(experiment, target, data, _heads(experiment, target, module))
+    heads = _heads(experiment, target, module)
+    work = work.beside(heads.hashes())
+    stages.check_evaluation(experiment, target, data, heads)
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
@@ -124,13 +126,13 @@ def closed(
             s.reused()
         return text.read_text()
     hits = stages.read_held_out(module, data)
-    measured, journal = measuring.Measured(), None
+    measured, journal, heads = measuring.Measured(), None, Heads()
     if experiment.evaluate is not None:
         held_out, heads = data.prompts(), _heads(experiment, target, module)
         journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit", heads.hashes())
         measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
     table = stages.closing_table(experiment, target, measured, hits, run, work.draft)
-    log_closing(experiment, table, run, journal)
+    log_closing(experiment, table, run, journal, heads)
     write_text(text, as_text(table))
     write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")
     if journal is not None:
@@ -140,7 +142,7 @@ def closed(
 
 def _heads(experiment: Experiment, target: HFTarget, module: DraftModule) -> Heads:
     methods = {} if experiment.evaluate is None else experiment.evaluate.methods
-    return gather(Head(module.source, module.draft), methods, target, experiment.tracking.folder)
+    return gather(Head(module.source, module.draft), methods, experiment, target)
 
 
 def log_setting(experiment: Experiment, data: ConversationData | None, run: Run) -> None:
@@ -153,7 +155,7 @@ def log_setting(experiment: Experiment, data: ConversationData | None, run: Run)
         run.log_text(data.summary() + "\n", "data.txt")
 
 
-def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: Journal | None) -> None:
+def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: Journal | None, heads: Heads) -> None:
     """The closing table, as metrics, as the text of the run's page, as files and as figures; a run below it for each
     method; and all answers."""
     run.log_metrics(measuring.table_metrics(table))
@@ -162,5 +164,5 @@ def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: 
     run.log_text(as_json(table), "closing.json")
     if journal is not None:
         run.log_text(journal.path.read_text(), "answers.jsonl")
-        measuring.log_children(experiment, table, run)
+        measuring.log_children(experiment, table, run, heads)
         measuring.log_figures(table, run)

@@ -66,7 +66,7 @@ def generate(
             _require_some_head(experiment)
     target = inputs.load_target(experiment)
     own = _head(experiment, target, checkpoint_path) if chosen.needs_own_head else None
-    heads = gather(own, {name: chosen}, target, experiment.tracking.folder)
+    heads = gather(own, {name: chosen}, experiment, target)
     try:
         proposer = chosen.proposer(target.spec, heads.of(chosen))
     except ValueError as error:

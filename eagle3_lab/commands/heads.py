@@ -3,11 +3,14 @@ that trained them, so that heads of several trainings are measured in one proces
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands.work import trained_by
+from eagle3_lab.commands.named import at, file_of
+from eagle3_lab.commands.work import NotTrained, trained_by
+from eagle3_lab.config.reading import label
 from eagle3_lab.decode.methods import Head, Method
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -15,42 +18,68 @@ from eagle3_lab.target.adapter import HFTarget
 
 
 @dataclass(frozen=True)
+class NamedHead:
+    """A head that another experiment trained: the parts, their file and its identity."""
+
+    head: Head
+    path: Path
+    hash: str
+
+
+@dataclass(frozen=True)
 class Heads:
-    """``own``: of the experiment at hand, None where it has none; ``others`` and their files ``paths``, by name."""
+    """``own``: of the experiment at hand, None where it has none; ``others`` by the name that methods give them."""
 
     own: Head | None = None
-    others: dict[str, Head] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    others: dict[str, NamedHead] = field(default_factory=dict)
 
     def of(self, method: Method) -> Head | None:
         """The head that ``method`` proposes with."""
-        return self.own if method.head is None else self.others[method.head]
+        return self.own if method.head is None else self.others[method.head].head
 
     def hashes(self) -> dict[str, str]:
         """The identity of every named head."""
-        return {name: checkpoint.content_hash(path) for name, path in self.paths.items()}
+        return {name: one.hash for name, one in self.others.items()}
 
 
-def gather(own: Head | None, methods: dict[str, Method], target: HFTarget, folder: Path) -> Heads:
-    """``own`` and every head that one of ``methods`` names, from the store ``folder``, loaded once each.
+def gather(own: Head | None, methods: Mapping[str, Method], experiment: Experiment, target: HFTarget) -> Heads:
+    """``own`` and every head that one of ``methods``, all of ``experiment``, names, loaded once each.
 
     Raises:
-        UserError: a name that is no experiment, one that trained no head yet, or one of another target.
+        UserError: a name that is no experiment or is ``experiment`` itself, those that trained no head yet (all of
+            them), or a head of another target.
     """
-    heads = Heads(own)
-    for key, method in methods.items():
-        if method.head is not None and method.head not in heads.others:
-            try:
-                path, experiment = trained_by(method.head, target, folder)
-                heads.others[method.head] = _read(path, experiment, target)
-            except UserError as error:
-                raise UserError(f"evaluate.methods.{key}.head: {error}") from None
-            heads.paths[method.head] = path
+    heads, missing = Heads(own), list[NotTrained]()
+    chain = [] if (file := file_of(experiment)) is None else [file]
+    for name, method in methods.items():
+        if method.head is None or method.head in heads.others:
+            continue
+        try:
+            heads.others[method.head] = _named(method.head, experiment, target, chain)
+        except NotTrained as error:
+            missing.append(error)
+        except UserError as error:
+            raise UserError(f"{at(experiment, f'evaluate.methods.{name}.head')}: {error}") from None
+    if missing:
+        raise _missing(missing, experiment)
     return heads
 
 
-def _read(path: Path, experiment: Experiment, target: HFTarget) -> Head:
-    assert experiment.model is not None
-    source, draft = experiment.model.features, experiment.model.draft
+def _named(name: str, experiment: Experiment, target: HFTarget, chain: list[Path]) -> NamedHead:
+    path, trained = trained_by(name, experiment, target, chain)
+    assert trained.model is not None
+    source, draft = trained.model.features, trained.model.draft
     checkpoint.restore(path, target, source, draft)
-    return Head(source.to(target.device).eval(), draft.to(target.device).eval())
+    head = Head(source.to(target.device).eval(), draft.to(target.device).eval())
+    return NamedHead(head, path, checkpoint.content_hash(path))
+
+
+def _missing(found: list[NotTrained], experiment: Experiment) -> UserError:
+    key = at(experiment, "evaluate.methods")
+    files = list(dict.fromkeys(label(one.file) for one in found))
+    if len(files) == 1:
+        return UserError(f"{key}: {found[0]}")
+    return UserError(
+        f"{key}: no heads of {', '.join(files)}, as they are written, are in {experiment.tracking.folder} yet; run "
+        "`python -m eagle3_lab fit FILE` for each first"
+    )

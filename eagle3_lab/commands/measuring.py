@@ -91,16 +91,16 @@ def decode_methods(
     it did is tagged and noted."""
     evaluation = experiment.evaluate
     assert evaluation is not None
+    notes = [f"head of {name}: {one.path}, sha256 {one.hash[:16]}" for name, one in heads.others.items()]
     plain = _baselines(experiment, evaluation, target)
     contestants = plain + [Contestant(n, method, target, heads.of(method)) for n, method in evaluation.methods.items()]
     asked = questions(evaluation, held_out)
     left = [prompt for place, prompt in asked.items() if place not in journal.known]
     earlier, before = len(asked) - len(left), journal.processes
-    notes = []
     if earlier:
         by = "an earlier process" if before == 1 else f"{before} earlier processes"
         notes.append(f"resumed: {earlier} of {len(asked)} prompts were answered and timed by {by}")
-        print(f"evaluation: {notes[0]}; to measure all anew, remove {journal.path}", file=sys.stderr)
+        print(f"evaluation: {notes[-1]}; to measure all anew, remove {journal.path}", file=sys.stderr)
     run.set_tags({"evaluation_resumed": f"{earlier} of {len(asked)} prompts" if earlier else "false"})
     if left:
         journal.begin(run.id)
@@ -241,9 +241,10 @@ def _bounds(name: str, value: Interval) -> dict[str, float]:
     return {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
 
 
-def log_children(experiment: Experiment, table: ClosingTable, run: Run) -> None:
-    """A run below ``run`` for each method: its own configuration as parameters, ``LAW/TASK/tau`` and the rest as
-    metrics, whose names are the same for all, so that the UI compares them."""
+def log_children(experiment: Experiment, table: ClosingTable, run: Run, heads: Heads) -> None:
+    """A run below ``run`` for each method: its own configuration as parameters, the file and identity of a head that it
+    names as tags, ``LAW/TASK/tau`` and the rest as metrics, whose names are the same for all, so that the UI compares
+    them."""
     assert experiment.evaluate is not None
     asked = experiment.choices()["evaluate"]["init_args"]["methods"]
     rows: dict[tuple[str, str], list[MethodResult | Overall]] = {}
@@ -253,7 +254,10 @@ def log_children(experiment: Experiment, table: ClosingTable, run: Run) -> None:
         method = experiment.evaluate.methods.get(name, Vanilla())
         chosen = asked.get(name, {"class_path": type(method).__name__})  # vanilla, or one that a notebook put in
         label = name if name != VANILLA else f"{VANILLA} {dtype}"
-        with run.continued_child(label, {"lossless": str(own[0].lossless).lower()}) as child:
+        tags = {"lossless": str(own[0].lossless).lower()}
+        if method.head is not None:
+            tags |= {"checkpoint": str(heads.others[method.head].path), "sha256": heads.others[method.head].hash}
+        with run.continued_child(label, tags) as child:
             child.log_params({"method": chosen, "dtype": dtype, "levels": method.levels})
             child.log_metrics({k: v for row in own for k, v in row_metrics(_place(row), row).items()})
 

@@ -19,6 +19,7 @@ from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
 from eagle3_lab.commands.heads import Heads
 from eagle3_lab.commands.measuring import Measured
+from eagle3_lab.commands.named import at
 from eagle3_lab.commands.work import Work, beginning, require_room
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.features import Making
@@ -126,7 +127,10 @@ def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> 
     if model.public is not None:
         official.load(official.read(model.public), target, model.features, model.draft)
     elif (start := beginning(experiment, target)) is not None:
-        checkpoint.restore(start, target, model.features, model.draft)
+        try:
+            checkpoint.restore(start, target, model.features, model.draft)
+        except UserError as error:
+            raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
     else:
         width = model.features.build(target)
         model.draft.build(target, width, draft_vocabulary(experiment, target, data).to(target.device))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from torch import nn
 from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import inputs
 from eagle3_lab.commands.files import read_object, write_text
-from eagle3_lab.config import find_experiment, load
+from eagle3_lab.commands.named import at, file_of, in_store, read_named
+from eagle3_lab.config.reading import label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.target.adapter import HFTarget
 
+CHECKPOINT = ".ckpt"
 LAST, DRAFT, STATE, PRODUCTS = "last.ckpt", "draft.ckpt", "state.json", "products.json"
 
 WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
@@ -38,14 +41,22 @@ class Work:
     key: str
 
     @staticmethod
-    def of(experiment: Experiment, target: HFTarget, data: ConversationData) -> Work:
+    def of(experiment: Experiment, target: HFTarget, data: ConversationData, chain: Sequence[Path] = ()) -> Work:
+        """``chain``: files of experiments that named this one. Raises UserError as `beginning`."""
         assert experiment.model is not None
-        start, public = beginning(experiment, target), experiment.model.public
+        start, public = beginning(experiment, target, chain), experiment.model.public
         begun = [] if start is None else [checkpoint.content_hash(start)]
         begun += [] if public is None else [official.content_hash(public)]
         parts = (target.spec.weights_hash, data.hash, *begun)
         folder = experiment.tracking.folder / "work" / f"{experiment.name}-{experiment.training_key(*parts)}"
         return Work(folder, experiment.result_key(*parts))
+
+    def beside(self, heads: Mapping[str, str]) -> Work:
+        """The same training, measured beside heads of these identities."""
+        if not heads:
+            return self
+        told = json.dumps([self.key, sorted(heads.items())])
+        return replace(self, key=hashlib.sha256(told.encode()).hexdigest()[:16])
 
     @property
     def draft(self) -> Path:
@@ -86,34 +97,55 @@ class Work:
         return found if isinstance(found.get("run_id"), str) else {}
 
 
-def beginning(experiment: Experiment, target: HFTarget) -> Path | None:
+def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> Path | None:
     """The file of the head that a training goes on from: ``model.start`` itself, or what the experiment of that name
-    trained. Raises UserError where there is none."""
+    trained. ``chain``: files that led here. Raises UserError where there is none."""
     assert experiment.model is not None
     start = experiment.model.start
-    if start is None or start.suffix or start.is_file():
+    if start is None or start.suffix == CHECKPOINT:
         return start
+    own = file_of(experiment)
     try:
-        return trained_by(str(start), target, experiment.tracking.folder)[0]
+        return trained_by(str(start), experiment, target, (*chain, *([] if own is None else [own])))[0]
     except UserError as error:
-        raise UserError(f"model.start: {error}") from None
+        raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
 
 
-def trained_by(name: str, target: HFTarget, folder: Path) -> tuple[Path, Experiment]:
-    """Where the head lies that `fit` made of an experiment, named without its ending, in the store ``folder``, and that
-    experiment, its parts not yet built.
+class NotTrained(UserError):
+    """An experiment that trained no head for the target at hand. ``file``: its own."""
+
+    def __init__(self, file: Path, text: str) -> None:
+        super().__init__(text)
+        self.file = file
+
+
+def trained_by(name: str, asker: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> tuple[Path, Experiment]:
+    """Where the head lies that `fit` made of the experiment called ``name``, in ``asker``'s store or else in its own,
+    and that experiment, its parts not yet built. ``chain``: files that led here.
 
     Raises:
-        UserError: no such experiment, or none that was trained for this target.
+        UserError: what `read_named` refuses, an experiment for another target, or one that was not trained.
     """
-    file = find_experiment(Path(f"{name}.yaml"))
-    experiment = load(file, into=Experiment)
-    experiment.tracking = replace(experiment.tracking, folder=folder)
-    experiment.require_training(str(file))
-    path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
-    if not path.is_file():
-        raise UserError(f"{file}: no head of it is in {folder} yet; run `python -m eagle3_lab fit {file}` first")
-    return path, experiment
+    file, experiment = read_named(name, asker, chain)
+    folder = asker.tracking.folder
+    if experiment.target.model != asker.target.model:
+        raise UserError(
+            f"{label(file)}: trains for target {experiment.target.model!r}, this is {asker.target.model!r}; name an "
+            "experiment of the same target"
+        )
+    try:
+        data = inputs.build_data(experiment, target, answer=False)
+        for store in dict.fromkeys((folder, experiment.tracking.folder)):
+            path = Work.of(in_store(experiment, store), target, data, chain).draft
+            if path.is_file():
+                return path, experiment
+    except UserError as error:
+        raise UserError(f"{label(file)}: {error}") from None
+    raise NotTrained(
+        file,
+        f"{label(file)}: no head of it, as it is written, is in {folder} yet; run `python -m eagle3_lab fit "
+        f"{label(file)}` first",
+    )
 
 
 def require_writable(folder: Path) -> None:

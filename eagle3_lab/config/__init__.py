@@ -27,7 +27,7 @@ from eagle3_lab.config.building import build, load, seed_everything
 from eagle3_lab.config.checking import Config, check, check_options
 from eagle3_lab.config.composing import Composed, compose, parse_overrides
 from eagle3_lab.config.editing import overlay
-from eagle3_lab.config.reading import Document, find_experiment, read
+from eagle3_lab.config.reading import Document, find_experiment, read, shipped_experiments
 from eagle3_lab.config.writing import plain, to_yaml
 from eagle3_lab.errors import ConfigError
 
@@ -47,5 +47,6 @@ __all__ = [
     "plain",
     "read",
     "seed_everything",
+    "shipped_experiments",
     "to_yaml",
 ]

@@ -28,6 +28,12 @@ Node: TypeAlias = Any
 
 TEXT_TAG = "tag:yaml.org,2002:str"
 
+NAMING = ("head", "start")
+"""Keys whose text names an experiment for the head that it trained: its content stays where it is."""
+
+LONGEST = 255
+"""Bytes of a file's name, on most file systems."""
+
 MOST_NODES = 100_000
 """No experiment is as large; a few lines of aliases are."""
 
@@ -61,7 +67,8 @@ class Document:
 
 
 def read(path: Path, *, root: Path | None = None) -> Document:
-    """Read a YAML file and replace every text that ends in `.yaml` by the content of the file it names.
+    """Read a YAML file and replace every text that ends in `.yaml` by the content of the file it names, but under the
+    keys of NAMING.
 
     A reference is looked for beside the file that names it, then in `root` (default: the folder of `path`), then in
     the parents of `root` up to one called `experiments`.
@@ -94,6 +101,8 @@ def find_experiment(path: Path) -> Path:
 
     Raises: `ConfigError` with the nearest name, or the list of names.
     """
+    if len(path.name.encode()) > LONGEST:
+        raise ConfigError(f"{path.name[:40]}...: no file has a name of {len(path.name.encode())} bytes")
     if path.is_file():
         return path
     tail = path.relative_to("experiments") if path.parts[:1] == ("experiments",) else path
@@ -101,10 +110,10 @@ def find_experiment(path: Path) -> Path:
         if (folder / tail).is_file():
             return folder / tail
     names: dict[str, str] = {}
-    for folder in (path if path.is_dir() else path.parent, Path("experiments")):
-        names |= {file.stem: label(file) for file in _experiments(folder)}
     for folder in _shipped():
         names |= {file.stem: str(Path("experiments") / file.relative_to(folder)) for file in _experiments(folder)}
+    for folder in (path if path.is_dir() else path.parent, Path("experiments")):
+        names |= {file.stem: label(file) for file in _experiments(folder)}
     there = f"; there are: {', '.join(sorted(set(names.values())))}" if names else ""
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder, name a file{there}")
@@ -152,6 +161,11 @@ def show(value: object) -> str:
             return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def shipped_experiments() -> list[str]:
+    """The experiments that come with the package, by their files' names below `experiments/`."""
+    return sorted({str(file.relative_to(folder)) for folder in _shipped() for file in _experiments(folder)})
+
+
 def _shipped() -> Iterator[Path]:
     yield PACKAGE / "experiments"
     if (PACKAGE.parent / "pyproject.toml").is_file():  # a checkout; in site-packages the folder would be a stranger's
@@ -159,11 +173,11 @@ def _shipped() -> Iterator[Path]:
 
 
 def _experiments(folder: Path) -> list[Path]:
-    """The YAML files of a folder that can be run: those in folders called `common` are parts of experiments."""
+    """The YAML files of a folder that can be run: those in folders called `common` and `data` are parts of them."""
     if not folder.is_dir():
         return []
     deep = folder.rglob("*.yaml") if folder.name == "experiments" else folder.glob("*.yaml")
-    return sorted(file for file in deep if file.parent.name != "common")
+    return sorted(file for file in deep if file.parent.name not in ("common", "data"))
 
 
 class _Reader:
@@ -189,7 +203,10 @@ class _Reader:
                     raise ConfigError(
                         f"{place}{plain_key(key)}{': ' if key else ''}key {name!r} is no text; write '{name}'"
                     )
-            return {k: self.expand(v, key=join(key, k), file=file, chain=chain) for k, v in node.items()}
+            return {
+                k: v if k in NAMING and isinstance(v, str) else self.expand(v, key=join(key, k), file=file, chain=chain)
+                for k, v in node.items()
+            }
         if isinstance(node, list):
             return [self.expand(v, key=join(key, i), file=file, chain=chain) for i, v in enumerate(node)]
         if isinstance(node, str) and node.endswith(".yaml"):

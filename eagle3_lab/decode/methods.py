@@ -194,7 +194,7 @@ class DraftLM(Method):
     def proposer(self, spec: TargetSpec, head: Head | None) -> Proposer:
         """Raises ValueError where a loaded draft model's token ids mean other texts than the target's, or where the
         trained head is no language model."""
-        draft = _trained(head) if self.target is None else self._loaded(self.target, spec)
+        draft = self._trained(head) if self.target is None else self._loaded(self.target, spec)
         return SpeculativeSampling(
             lambda rows, capacity: draft.open(rows, capacity, Needs(logits=True)),
             vocab=draft.spec.vocab,
@@ -203,6 +203,16 @@ class DraftLM(Method):
             lengths=self.lengths,
             law=self.law,
         )
+
+    def _trained(self, head: Head | None) -> LanguageModel:
+        by = "this experiment" if self.head is None else self.head
+        if head is None or not isinstance(head.draft, CausalDraft):
+            held = "no head" if head is None else type(head.draft).__name__
+            raise ValueError(
+                f"target null means a draft language model that {by} trained, which trained {held}; name a model, or "
+                "use HeadTree"
+            )
+        return head.draft.lm
 
     @staticmethod
     def _loaded(target: TargetChoice, spec: TargetSpec) -> HFTarget:
@@ -213,10 +223,3 @@ class DraftLM(Method):
                 "a draft model must share its target's tokenizer"
             )
         return draft
-
-
-def _trained(head: Head | None) -> LanguageModel:
-    if head is None or not isinstance(head.draft, CausalDraft):
-        held = "there is none" if head is None else f"the head is {type(head.draft).__name__}"
-        raise ValueError(f"target: null is a draft language model trained by this experiment, and {held}; name a model")
-    return head.draft.lm
