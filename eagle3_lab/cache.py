@@ -32,6 +32,7 @@ class KVCache:
     def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = -(-capacity // BUCKET) * BUCKET
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.bucket = BUCKET  # reads end at a multiple of it; BUCKET must be one of it
         self.bound = 0  # no row is longer than this; kept on the host so that no read waits for the device
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -50,7 +51,7 @@ class KVCache:
     def view(self, scratch: int) -> int:
         """How many slots a read must span when ``scratch`` uncommitted ones are in use: the next length bucket."""
         self._require(scratch)
-        return min(-(-(self.bound + scratch) // BUCKET) * BUCKET, self.capacity)
+        return min(-(-(self.bound + scratch) // self.bucket) * self.bucket, self.capacity)
 
     def write(
         self,

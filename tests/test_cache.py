@@ -69,6 +69,8 @@ def test_a_read_spans_the_next_length_bucket_and_never_more_than_there_is() -> N
     assert [cache.view(scratch) for scratch in (1, 128, 129, 256)] == [128, 128, 256, 256]
     cache.advance(torch.tensor([128]))
     assert [cache.view(scratch) for scratch in (0, 1, 128)] == [128, 256, 256]
+    cache.bucket = 16
+    assert [cache.view(scratch) for scratch in (0, 1, 16, 17, 128)] == [128, 144, 144, 160, 256]
 
 
 def test_rows_see_what_is_committed_and_the_scratch_slots_named() -> None:

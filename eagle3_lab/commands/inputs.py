@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle3_lab import ranks
 from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.document_cache import DocumentCache
 from eagle3_lab.data.module import PREPARED, ConversationData
 from eagle3_lab.data.overlap import measured_on
 from eagle3_lab.errors import UserError
@@ -44,7 +45,8 @@ def build_data(experiment: Experiment, target: HFTarget, *, answer: bool = True)
         if answer or place.is_file():
             beside = [_answer(experiment, target, chat)]
     measured = None if experiment.evaluate is None else measured_on(experiment.evaluate.tasks)
-    experiment.data.build(chat, target.spec, beside, file=file, measured=measured)
+    cache = DocumentCache(cache_folder() / "documents", writes=answer and ranks.is_first())
+    experiment.data.build(chat, target.spec, beside, file=file, measured=measured, cache=cache)
     return experiment.data
 
 

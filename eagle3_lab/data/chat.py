@@ -142,6 +142,14 @@ class Chat:
                 return "reasoning where the template allows none"
         return ""
 
+    def identity(self) -> str:
+        """Of all but the tokenizer's vocabulary that ids and masks depend on: the template, the special tokens that it
+        may name, and what it writes today, since some write the date."""
+        said = [self.rendered(_PROBE), self.rendered(_PROBE[:1], generation=True), self.template_hash]
+        said += [str(self.end_of_turn), *map(str, self.kept_ids), *self.markers]
+        said += [f"{name} {token}" for name, token in sorted(self._tokenizer.special_tokens_map.items())]
+        return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+
     def imitates(self, messages: Sequence[Message]) -> bool:
         """Whether a text that is not the target's holds a special token's text, and so is read as the token."""
         texts = [turn["content"] for turn in messages if turn["role"] != "assistant"]

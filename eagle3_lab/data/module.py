@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report, read_conversations
-from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
-from eagle3_lab.data.held_out import candidates, without
+from eagle3_lab.data.document_cache import DocumentCache
+from eagle3_lab.data.documents import Document, OverLength
 from eagle3_lab.data.kept import KeptRows, Reading
-from eagle3_lab.data.overlap import Overlap, unmeasured
+from eagle3_lab.data.overlap import Overlap
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
+from eagle3_lab.data.parts import divide
 from eagle3_lab.data.prepared import licences_of
 from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
@@ -105,35 +107,40 @@ class ConversationData(LightningDataModule):
         *,
         file: Path | None = None,
         measured: Overlap | None = None,
+        cache: DocumentCache | None = None,
     ) -> None:
         """Read, encode and divide the conversations, for one target.
 
         ``beside``: further files, trained on as a whole: neither held out nor limited. ``file``: what is read instead
-        of ``path``. ``measured``: finds evaluation prompts, with which nothing trained on may overlap.
+        of ``path``. ``measured``: finds evaluation prompts, with which nothing trained on may overlap. ``cache``: where
+        encoded documents are kept; the target must then have its tokenizer's hash. With and without it they are the
+        same.
 
         Raises:
             UserError: an unreadable file, a template that cannot be masked, nothing left to train on, or a target that
                 cannot read so many tokens, has no such token, or does not end at the template's end of turn.
         """
         self.check(chat, spec)
-        self._file, self._measured = self.path if file is None else str(file), measured
-        found, read = read_conversations(self._file)
-        train, held = Report("train"), Report("held out")
-        split = candidates(found, self.wanted)
-        self.held_out = list(self._documents(split.held_out, chat, held, split.wanted))
-        self.train = list(self._documents(self._unasked(split.train, train), chat, train, self.limit))
-        self.reports = [read, train, held]
-        for path in beside:
-            more, read = read_conversations(str(path))
-            self.reports.insert(-2, read)
-            self.train += self._documents(self._unasked(more, train), chat, train)
+        self._file = self.path if file is None else str(file)
+        files = [self._file, *map(str, beside)]
+        read = [read_conversations(one) for one in files]
+        found = [some for some, _ in read]
+        rules: dict[str, Any] = {"max_length": self.max_length, "over_length": self.over_length}
+        rules |= {"held_out": self.wanted, "limit": self.limit}
+        make = partial(divide, found, chat, **rules, measured=measured)
+        if cache is None:
+            parts = make()
+        else:
+            parts = cache.parts(_decides(files, chat, spec, measured) | rules, [*chain(*found)], make)
+        self.train, self.held_out, self.hash, self._counts = parts.train, parts.held_out, parts.hash, parts.counts
+        self.reports = [*(report for _, report in read), *parts.reports]
         if not self.train:
+            train, _ = parts.reports
             raise UserError(
                 f"{self._file}: nothing to train on within max_length {self.max_length} ({train}); "
                 "a larger max_length or other conversations are needed"
             )
         self._check_ids(spec)
-        self.hash = documents_hash([*self.train, *self.held_out])
         self._spec, self._template_hash = spec, chat.template_hash
         if any(report.dropped for report in self.reports):
             _log.warning("%s", self.summary())
@@ -186,8 +193,7 @@ class ConversationData(LightningDataModule):
 
     def token_counts(self) -> Int[Tensor, " V"]:
         """How often each target token was written by the target in the training text, for the draft vocabulary."""
-        written = torch.cat([one.ids[one.supervised] for one in self.train])
-        return torch.bincount(written.long(), minlength=self._spec.vocab)
+        return pad(self._counts, (0, self._spec.vocab - len(self._counts)))
 
     def prompts(self) -> list[Prompt]:
         """The held-out conversations' user turns, to be answered anew by a decoder."""
@@ -200,16 +206,6 @@ class ConversationData(LightningDataModule):
     def val_dataloader(self) -> list[RowLoader]:
         """One loader of packed held-out rows, in one fixed order; none where nothing is held out."""
         return [self._loader(self.held_out, None)] if self.held_out else []
-
-    def _unasked(self, some: Sequence[Conversation], report: Report) -> list[Conversation]:
-        rest = without(some, [one.conversation for one in self.held_out], report)
-        return rest if self._measured is None else unmeasured(rest, self._measured, report)
-
-    def _documents(
-        self, some: Sequence[Conversation], chat: Chat, report: Report, wanted: int | None = None
-    ) -> Iterator[Document]:
-        lengths: OverLength = self.over_length
-        return documents(some, chat, report, max_length=self.max_length, over_length=lengths, wanted=wanted)
 
     def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
         rank, world = self._share()
@@ -241,6 +237,17 @@ class ConversationData(LightningDataModule):
             raise UserError(
                 f"tokenizer: gives token {highest}, but {spec.name} has {spec.vocab}; both must be of one model"
             )
+
+
+def _decides(files: Sequence[str], chat: Chat, spec: TargetSpec, measured: Overlap | None) -> dict[str, object]:
+    """What documents depend on, but for options; a file's name too, by which conversations without an id are called."""
+    assert spec.tokenizer_hash
+    return {
+        "files": [[locate(file).name, file_hash(file)] for file in files],
+        "tokenizer": spec.tokenizer_hash,
+        "chat": chat.identity(),
+        "measured": None if measured is None else measured.identity,
+    }
 
 
 def _sizes(found: Sequence[Document]) -> dict[str, int]:

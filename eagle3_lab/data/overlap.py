@@ -8,6 +8,8 @@ Source: 13-grams of words as in GPT-3's decontamination (arXiv 2005.14165, appen
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,18 +33,24 @@ class Overlap:
 
     Args:
         prompts: (the set's name, a user turn's text) of all that is measured on.
+
+    Attributes:
+        identity: equal where the same is found.
     """
 
     def __init__(self, prompts: Iterable[tuple[str, str]]) -> None:
+        digest = hashlib.sha256()
         self._equal: dict[str, str] = {}
         self._grams: dict[tuple[str, ...], str] = {}
         for name, text in prompts:
             words = normalised(text).split()
+            digest.update(json.dumps([name, words]).encode())
             if words:
                 self._equal.setdefault(" ".join(words), name)
             for gram in _grams(words, min(GRAM, len(words))) if len(words) >= SHORT else ():
                 self._grams.setdefault(gram, name)
         self._sizes = sorted({len(gram) for gram in self._grams})
+        self.identity = digest.hexdigest()[:16]
 
     def __call__(self, texts: Iterable[str]) -> str:
         """The name of an evaluation set that one of ``texts`` overlaps with, or ""."""

@@ -158,9 +158,10 @@ class Preparation:
         used, for no usable prompts, and where nothing was answered.
         """
         place = self.place(target, chat, folder)
-        if place.is_file():
-            return place
         unfinished = place.with_suffix(".unfinished")
+        if place.is_file():
+            unfinished.unlink(missing_ok=True)  # a kill behind the last write left it
+            return place
         with journal(unfinished) as kept:
             report = Report("prompts")
             talks = self._talks(Desk(target, kept), report)
@@ -179,7 +180,7 @@ class Preparation:
             manifest = self._manifest(target, chat, records, text, [report, answers])
             put(manifest_of(place), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             put(place, text)  # the last: where it is, all is done
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         return place
 
     def _talks(self, desk: Desk, report: Report) -> list[Talk]:

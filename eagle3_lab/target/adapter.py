@@ -72,6 +72,9 @@ class HFTarget(FrozenTarget):
         self.spec = spec
         self._config = model.config.get_text_config(decoder=True)
         self._windows = Windows.of(self._config)
+        said = self._config.to_dict()  # a deep copy: not one a step
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # of cohere, granite and gemma
+        self._scale, self._divisor, self._cap = map(said.get, names)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
         self._record: Record | None = None
@@ -104,13 +107,12 @@ class HFTarget(FrozenTarget):
         return lambda top: self._scaled(nn.functional.linear(top.to(weight.device), weight, bias)).to(top.device)
 
     def _scaled(self, out: Tensor) -> Tensor:
-        config = self._config.to_dict()
-        if (scale := config.get("logit_scale")) is not None:  # cohere
-            out = out * scale
-        if (scale := config.get("logits_scaling")) is not None:  # granite
-            out = out / scale
-        if cap := config.get("final_logit_softcapping"):  # gemma
-            out = cap * torch.tanh(out / cap)
+        if self._scale is not None:
+            out = out * self._scale
+        if self._divisor is not None:
+            out = out / self._divisor
+        if self._cap:
+            out = self._cap * torch.tanh(out / self._cap)
         return out
 
     def head_rows(self, ids: Int[Tensor, " M"]) -> Float[Tensor, "M Dt"]:

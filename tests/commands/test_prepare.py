@@ -27,6 +27,7 @@ from eagle3_lab.__main__ import main
 from eagle3_lab.commands.prepare import show_document
 from eagle3_lab.commands.stream import Ink
 from eagle3_lab.config import build, check, compose
+from eagle3_lab.data import document_cache
 from eagle3_lab.data.prepared import manifest_of
 from eagle3_lab.data.tasks import TASKS, Task
 from eagle3_lab.experiment import Experiment
@@ -261,6 +262,19 @@ def test_supervised_tokens_are_coloured_on_a_terminal_that_wants_it(tiny: TinyLa
         show_document(document, target.tokenizer, Ink(out, environment))
         assert expected in out.getvalue()
         assert ("\x1b" in out.getvalue()) == (not environment)
+
+
+def test_encoded_documents_are_kept_for_the_next_command_and_a_dry_run_keeps_none(
+    tiny: TinyLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_cache, "FEWEST", 10)
+    (tmp_path / "x.yaml").write_text(EXPERIMENT.format(target=tiny.target, data=tiny.data, folder=RUNS[0]))
+    kept = tmp_path / "cache" / "documents"
+    assert "documents: 0/" in run("fit", str(tmp_path / "x.yaml"), "--dry-run").err and not kept.exists()
+    first, second = (run("prepare", str(tmp_path / "x.yaml")) for _ in range(2))
+    assert len(list(kept.iterdir())) == 1 and first.out == second.out
+    assert "documents: reused" not in first.err and "documents: reused (unchanged)" in second.err
+    assert "documents: reused" in run("fit", str(tmp_path / "x.yaml"), "--dry-run").err
 
 
 # ------------------------------------------------------------------------------------------------------------ overlap

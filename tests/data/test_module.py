@@ -98,6 +98,33 @@ def test_a_whole_set_without_supervised_tokens_stops_and_names_max_length(
         build(tmp_path, chatml, spec, [line("long", "word " * 3000, "ok")], held_out=0)
 
 
+def test_the_oddities_of_sharegpt_in_one_file_train_what_is_usable_of_them(
+    tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec
+) -> None:
+    def talk(*roles: str, **more: object) -> dict[str, Any]:
+        turns = [{"from": role, "value": f"{role} {i}"} for i, role in enumerate(roles)]
+        return {"conversations": turns, **more}
+
+    whole, silent = talk(*["human", "gpt"] * 3, id="six"), talk("human", "gpt", "human", "gpt", id="silent")
+    silent["conversations"][3]["value"] = ""
+    lines = [
+        {"conversations": []}, talk("gpt", "human", "gpt"), talk("human", "human", "gpt"),
+        talk("system", "human", "gpt", id="system"), talk("human", "gpt", system="said apart", id="apart"), whole,
+        talk("human", "gpt", "human", id="asks"), silent, talk("human", "gpt", "tool", "gpt", id="tool"),
+        talk("user", "assistant", id="user"),
+    ]  # fmt: skip
+    data = build(tmp_path, chatml, spec, lines, held_out=0, max_length=256)
+    taught = {one.conversation.id: str(chatml.decode(one.ids[one.supervised].tolist())) for one in data.train}
+    end = "<|im_end|>"
+    assert taught == {
+        "system": f"gpt 2{end}", "apart": f"gpt 1{end}", "six": f"gpt 1{end}gpt 3{end}gpt 5{end}",
+        "asks": f"gpt 1{end}", "silent": f"gpt 1{end}", "tool": f"gpt 1{end}gpt 3{end}", "user": f"assistant 1{end}",
+    }  # fmt: skip
+    read, train = data.reports[0], data.reports[1]
+    assert (read.kept, read.dropped.total(), read.shortened.total(), train.dropped) == (7, 3, 2, Counter())
+    assert "said apart" in str(chatml.decode(next(o for o in data.train if o.conversation.id == "apart").ids.tolist()))
+
+
 def test_a_limit_takes_a_part_that_a_larger_limit_holds_too(
     tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec
 ) -> None:

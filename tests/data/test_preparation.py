@@ -13,6 +13,7 @@ import torch
 from random_targets import random_target
 from transformers import PreTrainedTokenizerFast
 
+from eagle3_lab.data import preparation
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.dialogue import WAVES, ByTarget, Dialogue, Room, Said, _batches
 from eagle3_lab.data.journal import journal
@@ -105,6 +106,34 @@ def test_a_kill_behind_any_batch_and_within_its_line_ends_in_the_same_bytes(
         again = choice(asked).make(brief, chat, folder, never)
         assert (again.read_bytes(), manifest_of(again).read_bytes()) == (whole, manifest)
         assert sorted(file.suffix for file in folder.iterdir()) == [".json", ".jsonl"]
+
+
+@pytest.mark.parametrize("last", ["manifest", "file", "unlink"])
+def test_a_kill_while_the_files_are_put_in_place_ends_in_the_same_bytes(
+    last: str, brief: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = choice(asked).make(brief, chat, tmp_path / "whole", never)
+    real = preparation.put
+
+    def put(place: Path, text: str) -> None:
+        if last == ("manifest" if place.suffix == ".json" else "file"):
+            raise Killed
+        real(place, text)
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(preparation, "put", put)
+        if last == "unlink":
+            patch.setattr(Path, "unlink", unlink)
+        choice(asked).make(brief, chat, tmp_path / "killed", never)
+    assert list((tmp_path / "killed").glob("*.unfinished"))
+    monkeypatch.setattr(ByTarget, "answer", lambda *_: pytest.fail("answered again"))
+    again = choice(asked).make(brief, chat, tmp_path / "killed", never)
+    assert again.read_bytes() == whole.read_bytes()
+    assert manifest_of(again).read_bytes() == manifest_of(whole).read_bytes()
+    assert sorted(file.suffix for file in again.parent.iterdir()) == [".json", ".jsonl"]
 
 
 # ---------------------------------------------------------------------------------------------------------- answering

@@ -191,6 +191,19 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPa
         assert regenerate._draw(logits.double(), 0.7, live).tolist() == expected
 
 
+def test_a_draw_is_the_first_token_up_to_which_the_sum_exceeds_the_uniform_number() -> None:
+    """By a plain running sum over vocabularies below, at and beyond whole blocks, zeros in them."""
+    draw = torch.Generator().manual_seed(0)
+    for vocab in (1, 5, regenerate.BLOCK, regenerate.BLOCK + 1, 3 * regenerate.BLOCK + 7):
+        probs = torch.rand(200, vocab, generator=draw).masked_fill(torch.rand(200, vocab, generator=draw) < 0.3, 0.0)
+        probs[:, -1] += 0.1
+        uniform = torch.rand(200, 1, dtype=torch.float64, generator=draw)
+        upto = probs.double().cumsum(-1)
+        index, total = regenerate._pick(probs, uniform)
+        assert torch.equal(index[:, 0], (upto <= uniform * upto[:, -1:]).sum(-1))
+        torch.testing.assert_close(total, upto[:, -1], rtol=1e-12, atol=0)
+
+
 def test_numbers_stand_for_indices_where_a_call_has_a_part_of_all_prompts() -> None:
     whole = made(llama(), temperature=1.0, rows=3, max_new_tokens=6)
     part = [4, 1, 6]
