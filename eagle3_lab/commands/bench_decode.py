@@ -77,32 +77,35 @@ def bench_decode(
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
     require_place(json, "--json")
-    experiment.require_training("bench decode")
     target = inputs.load_target(experiment)
-    data = inputs.build_data(experiment, target, answer=False)
-    head, trained = _head(experiment, target, data, checkpoint_path)
+    data = None if experiment.data is None else inputs.build_data(experiment, target, answer=False)
+    own, trained = None, "none of its own"
+    if experiment.model is not None:
+        own, trained = _head(experiment, target, checkpoint_path)
+    heads = gather(own, evaluation.methods, experiment, target)
     law = next(iter(evaluation.by_law.values()))
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
-    contestants = _contestants(evaluation, target, gather(head, evaluation.methods, experiment, target))
+    contestants = _contestants(evaluation, target, heads)
     meter = _meter(target, contestants, evaluation, law, calibration[0], rounds)
     methods, rivals, made = _speeds(target, contestants, law, evaluation, measured, calibration, meter, repeats)
     table = BenchTable(
         setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
-        head=trained,
+        head="; ".join([trained, *(f"{name}: {one.path}" for name, one in heads.others.items())]),
         context=made.context,
         curves=made,
         methods=methods,
         rivals=rivals,
-        trees=_trees(target, head, law, calibration, evaluation, made),
+        trees=[] if own is None else _trees(target, own, law, calibration, evaluation, made),
     )
     print(as_text(table), end="")
     if json is not None:
         write_text(json, as_json(table))
 
 
-def _head(experiment: Experiment, target: HFTarget, data: ConversationData, path: Path | None) -> tuple[Head, str]:
-    """The head and what to say of it."""
+def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[Head, str]:
+    """The experiment's own head and what to say of it."""
+    data, *_ = experiment.require_training("bench decode")
     own = Work.of(experiment, target, data).draft
     module = stages.build_module(experiment, target, data)
     found = own if path is None else path
@@ -115,10 +118,10 @@ def _head(experiment: Experiment, target: HFTarget, data: ConversationData, path
     return Head(module.source, module.draft), said
 
 
-def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData, count: int) -> list[list[int]]:
+def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | None, count: int) -> list[list[int]]:
     """First turns, task by task. Raises UserError where there are too few."""
-    chat = Chat(target.tokenizer)
-    ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(data.prompts())]
+    chat, held_out = Chat(target.tokenizer), None if data is None else data.prompts()
+    ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(held_out)]
     if len(ids) < count:
         raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or --prompts 1")
     return ids[:count]
