@@ -60,7 +60,7 @@ class UnrolledLoss:
     target leaves the draft vocabulary (:mod:`eagle3_lab.draft.teacher`), ``reduction`` what N_s counts: "supervised"
     the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does. ``budget_mib`` bounds
     the memory, in MiB, of head and loss: the gradients of the head and of its inputs, which must live, and laws and
-    logits beside them, which get what is left and at least a quarter. It decides how many rows are worked off together
+    logits beside them, which get what is left and at least an eighth. It decides how many rows are worked off together
     (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
 
     Raises:
@@ -176,7 +176,7 @@ class UnrolledLoss:
         room = Room.of(self.budget_mib, draft, steps, products, wide)
         acceptance = torch.zeros_like(share)
         if self.step_terms:
-            acceptance = self._acceptance(draft, steps, batch, target, top, weights, known, room)
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights, known, products, room)
         collected = Collected(steps, draft, products) if torch.is_grad_enabled() else None
         for chunk in chunks((weights > 0) | judged, room.rows):
             states, teacher = self._teach(target, top, batch, vocab, chunk, room, known)
@@ -217,6 +217,7 @@ class UnrolledLoss:
         top: Tensor,
         weights: Tensor,
         known: Known | None,
+        products: HeadProducts,
         room: Room,
     ) -> Float[Tensor, " S"]:
         """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
@@ -225,7 +226,8 @@ class UnrolledLoss:
             _, teacher = self._teach(target, top, batch, draft.vocab, chunk, room, known)
             for piece in chunk.pieces:
                 s = piece.step
-                logits = draft.logits(steps[s].head_in.flatten(0, 1)[piece.place], s)
+                with products:
+                    logits = draft.logits(steps[s].head_in.flatten(0, 1)[piece.place], s)
                 for here in runs(logits.shape[0], room.compared):
                     law = teacher.rows(piece.slot[here])
                     weight = weights[..., s].flatten()[piece.place[here]] * law.taught

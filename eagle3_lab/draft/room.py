@@ -24,7 +24,7 @@ log q, and what statistics, a term and its gradient pass through."""
 GRADIENT_SHARE = 64
 """What part of the budget a slice of the head's gradient takes, until it is added to the rest."""
 
-LEAST_SHARE = 4
+LEAST_SHARE = 8
 """Laws and logits have at least this part of the budget, however much the gradients take of it."""
 
 
@@ -51,8 +51,13 @@ class Room:
             with products:
                 logits = draft.logits(out.head_in.detach().flatten(0, 1)[:0].requires_grad_(learning), s).dtype
             held += out.head_in.nbytes if learning else 0
-        size = draft.vocab.shape[0]
-        rows, compared = rows_at_once(budget_mib, size, law, logits, held + products.held_bytes())
+        size, (batch, length, _) = draft.vocab.shape[0], steps[0].head_in.shape
+        held += products.held_bytes()
+        rows, compared = rows_at_once(budget_mib, size, law, logits, held)
+        if budget_mib is not None and draft.vocab.device.type != "cpu":  # whose cache a few rows stay in
+            rows = min(rows, batch * (length + len(steps)))
+            spare = budget_mib * MIB - held - rows * _row_bytes(size, law, logits)
+            compared = max(compared, spare // (COMPARED_COPIES * size * law.itemsize))
         return Room(rows, compared, size * 2 * logits.itemsize)
 
     def made(self, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -70,9 +75,14 @@ def rows_at_once(
         return sys.maxsize, sys.maxsize
     budget = budget_mib * MIB
     comparing = budget // COMPARED_SHARE
-    left = max(budget - held - comparing, budget // LEAST_SHARE)
-    row = size * (law.itemsize + 2 * logits.itemsize)  # the law, the logits and their gradient
-    return max(1, left // row), max(1, comparing // (COMPARED_COPIES * size * law.itemsize))
+    left = max(budget - held - comparing - budget // GRADIENT_SHARE, budget // LEAST_SHARE)
+    rows = left // _row_bytes(size, law, logits)
+    return max(1, rows), max(1, comparing // (COMPARED_COPIES * size * law.itemsize))
+
+
+def _row_bytes(size: int, law: torch.dtype, logits: torch.dtype) -> int:
+    """What a target row takes: its law, and the logits and their gradient of the draft row that is learning it."""
+    return size * (law.itemsize + 2 * logits.itemsize)
 
 
 def slice_bytes(budget_mib: int | None) -> int | None:

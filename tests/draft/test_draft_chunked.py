@@ -254,11 +254,13 @@ def test_with_summarised_logits_the_target_is_never_asked_for_all_of_them(
     assert len(asked) == 1 and torch.equal(asked[0], case.draft.vocab)
 
 
-def test_laws_get_what_gradients_leave_of_the_budget_and_at_least_a_quarter() -> None:
-    narrow, wide, row = torch.bfloat16, torch.float32, 1024 * (4 + 2 * 2)
-    assert room_module.rows_at_once(16, 1024, wide, narrow, held=0) == (15 * 2**20 // row, 2**20 // (6 * 4096))
-    assert room_module.rows_at_once(16, 1024, wide, narrow, held=8 * 2**20)[0] == 7 * 2**20 // row
-    assert room_module.rows_at_once(16, 1024, wide, narrow, held=99 * 2**20)[0] == 4 * 2**20 // row
+def test_laws_get_what_gradients_leave_of_the_budget_and_at_least_an_eighth() -> None:
+    narrow, wide, mib = torch.bfloat16, torch.float32, 2**20
+    row = 1024 * (4 + 2 * 2)
+    # a sixteenth is for rows that are compared, a sixty-fourth for a slice of the head's gradient
+    assert room_module.rows_at_once(64, 1024, wide, narrow, held=0) == (59 * mib // row, 4 * mib // (6 * 4096))
+    assert room_module.rows_at_once(64, 1024, wide, narrow, held=30 * mib)[0] == 29 * mib // row
+    assert room_module.rows_at_once(64, 1024, wide, narrow, held=99 * mib)[0] == 8 * mib // row
     assert room_module.rows_at_once(1, 2**22, wide, wide, held=0) == (1, 1)
 
 
@@ -417,7 +419,7 @@ def test_memory_of_head_and_loss_grows_little_with_depth_and_stays_in_the_budget
 def test_memory_stays_in_the_budget_where_gradients_take_most_of_it(peak_of: Any) -> None:
     """As at draft vocabulary 49152 and 256 MiB, of which the head's gradient and the cast of its weights are 162."""
     gradients = 49152 // 4 * 144 * (4 + 2)
-    assert gradients < peak_of(49152 // 4, depth=7, taught=60) < 16 * 2**20
+    assert gradients < peak_of(49152 // 4, depth=7, taught=77) < 16 * 2**20
 
 
 def test_a_backward_that_kept_nothing_is_not_repeated(make_lab: Any, make_batch: Any) -> None:
