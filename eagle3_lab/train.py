@@ -48,8 +48,8 @@ class Model:
         edge: whether ``official`` counts the row whose teacher lies past the text.
         oov: what is taught where the target's choice is outside the draft vocabulary.
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
-        budget_mib: memory, in MiB, of laws and logits alive at once in the loss: how many rows are worked off together,
-            never what comes out; null: all at once.
+        budget_mib: memory, in MiB, of head and loss, gradients included: how many rows are worked off together, never
+            what comes out; null: all at once. Laws and logits get at least an eighth of it.
         noise: disturbs the states that the draft reads, in training; null: none.
         start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,
             without its ending, such as ``experiments/hass``, or a ``draft.ckpt``; null:

@@ -208,7 +208,7 @@ def as_text(found: dict[str, Any]) -> str:
     if (memory := found["memory"]) is not None:
         told += (
             f"peak memory beyond weights and features: {memory['step_bytes'] / 2**20:.0f} MiB a step, of which head "
-            f"and loss {memory['head_and_loss_bytes'] / 2**20:.0f} MiB (budget for laws and logits: "
+            f"and loss {memory['head_and_loss_bytes'] / 2**20:.0f} MiB (budget: "
             f"{memory['budget_mib']} MiB); {memory['method']}\n"
         )
     return told

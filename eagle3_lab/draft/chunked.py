@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eagle3_lab.draft.head_products import HeadProducts
 from eagle3_lab.types import DraftModel, DraftOut
 
 NEARLY_ALL = 7 / 8
@@ -105,31 +106,53 @@ def chunks(wanted: Bool[Tensor, "B T S"], size: int) -> list[Chunk]:
 class Collected:
     """Gradients of a sum of pieces, for every step's ``head_in`` and the draft's trained parameters.
 
-    ``rows`` gives a piece its head inputs as a leaf, ``add`` takes the piece's loss, and ``total`` is the sum as the
-    caller's graph sees it: its backward multiplies what was collected by the incoming gradient and by ``scale``.
+    Logits are made while ``products`` is active, which collects what it can of the head's gradient. ``add`` takes the
+    gradient of one piece, and ``total`` is the sum as the caller's graph sees it: its backward multiplies what was
+    collected by the incoming gradient and by ``scale``.
     """
 
-    def __init__(self, steps: Sequence[DraftOut], draft: DraftModel) -> None:
+    def __init__(self, steps: Sequence[DraftOut], draft: DraftModel, products: HeadProducts) -> None:
         self._inputs = [out.head_in for out in steps]
         self._parameters = [p for p in draft.parameters() if p.requires_grad]
+        self._products = products
         self._by_row = [torch.zeros_like(x).reshape(-1, x.shape[-1]) for x in self._inputs]
         self._by_parameter: list[Tensor | None] = [None for _ in self._parameters]
 
-    def add(self, loss: Float[Tensor, ""], leaf: Float[Tensor, "R H"], piece: Taught) -> None:
-        """Take the gradient of one piece's loss, which ends its graph."""
-        by_leaf, *found = torch.autograd.grad(loss, [leaf, *self._parameters], allow_unused=True)
+    def add(
+        self,
+        logits: Float[Tensor, "R Vd"],
+        gradient: Float[Tensor, "R Vd"] | None,
+        rest: Float[Tensor, ""],
+        leaf: Float[Tensor, "R H"],
+        piece: Taught,
+    ) -> None:
+        """Take the gradient of one piece, which ends its graph: of a loss whose gradient by ``logits`` is known (None:
+        it has none), and of the ``rest`` of the loss, made from the ``leaf`` that the logits are made from."""
+        parts = [] if gradient is None else [(logits, gradient)]
+        if rest.requires_grad:
+            parts.append((rest, torch.ones_like(rest)))
+        assert parts, "a term that weighs something has a gradient"
+        outputs, incoming = zip(*parts, strict=True)
+        by_leaf, *found = torch.autograd.grad(outputs, [leaf, *self._parameters], incoming, allow_unused=True)
         if by_leaf is not None:
             self._by_row[piece.step][piece.place] = piece.pick(by_leaf)
-        for i, gradient in enumerate(found):
+        for i, new in enumerate(found):
             so_far = self._by_parameter[i]
-            if gradient is not None:
+            if new is not None:
                 # the first is copied: a gradient may be shared or expanded, which no one should add into
-                self._by_parameter[i] = gradient.clone() if so_far is None else so_far.add_(gradient)
+                self._by_parameter[i] = new.clone() if so_far is None else so_far.add_(new)
 
     def total(self, value: Float[Tensor, ""], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """``value``, with ``scale`` times the collected gradients behind it."""
-        by_row = [kept.view(x.shape) for kept, x in zip(self._by_row, self._inputs, strict=True)]
-        gradients = [*by_row, *self._by_parameter]
+        gradients: list[Tensor | None] = []
+        for kept, x in zip(self._by_row, self._inputs, strict=True):
+            gradients.append(kept.view(x.shape))
+        for parameter, by_autograd in zip(self._parameters, self._by_parameter, strict=True):
+            by_product = self._products.take(parameter)
+            if by_product is not None and by_autograd is not None:
+                by_product += by_autograd
+            gradients.append(by_autograd if by_product is None else by_product)
+        self._by_row, self._by_parameter = [], []
         out = _Known.apply(value, scale, gradients, *self._inputs, *self._parameters)
         assert isinstance(out, Tensor)
         return out
@@ -146,5 +169,16 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        factor = grads[0] * ctx.scale
-        return None, None, None, *(None if known is None else known * factor for known in ctx.gradients)
+        if ctx.gradients is None:
+            raise RuntimeError("the loss's backward ran before and kept nothing; the first needs retain_graph=True")
+        factor, gradients = grads[0] * ctx.scale, ctx.gradients
+        if _graph_is_kept():
+            return None, None, None, *(None if known is None else known * factor for known in gradients)
+        # handed on, not copied: autograd makes a gradient a parameter's own only where no one else holds it
+        ctx.gradients = None
+        return None, None, None, *(None if known is None else known.mul_(factor) for known in gradients)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that is running may be repeated."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

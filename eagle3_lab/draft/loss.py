@@ -9,16 +9,19 @@ optimizer step, and accumulation, packing and data parallelism change nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from eagle3_lab.draft.chunked import Chunk, Collected, chunks
+from eagle3_lab.draft.chunked import Chunk, Collected, Taught, chunks
+from eagle3_lab.draft.compare import Learned, compare, log_law, runs
+from eagle3_lab.draft.head_products import HeadProducts
+from eagle3_lab.draft.room import Room, slice_bytes
 from eagle3_lab.draft.teacher import Oov, Teacher, draft_ids, teach, teach_by_summary
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm, TopKCE
 from eagle3_lab.draft.vocab import OUTSIDE
@@ -29,13 +32,6 @@ Reduction = Literal["supervised", "all"]
 
 Known = tuple[Callable[[Tensor], Tensor], LogitSummary]
 """The target's head over the draft vocabulary, and what was kept of its logits over all ids."""
-
-MIB = 2**20
-
-TARGET_COPIES, DRAFT_COPIES, LAW_COPIES = 3, 6, 3
-"""Arrays alive at once per target row: of V while its law is made (logits, what sums them up); of Vd while one step
-learns from it (p, log q, and what statistics, a term and its gradient pass through), and while laws are made (those
-that are, and all of them put together)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,8 @@ class UnrolledLoss:
     ``mask`` and ``edge`` say which rows count (:func:`eagle3_lab.rows.row_weights`), ``oov`` what is taught where the
     target leaves the draft vocabulary (:mod:`eagle3_lab.draft.teacher`), ``reduction`` what N_s counts: "supervised"
     the rows' weights, "all" every row of the batch, padding included, as EAGLE-3's code does. ``budget_mib`` bounds
-    the memory, in MiB, of laws and logits alive at once: how many rows are worked off together
+    the memory, in MiB, of head and loss: the gradients of the head and of its inputs, which must live, and laws and
+    logits beside them, which get what is left and at least an eighth. It decides how many rows are worked off together
     (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
 
     Raises:
@@ -175,51 +172,40 @@ class UnrolledLoss:
         hit = torch.zeros(by_row, dtype=torch.bool, device=counts.device)
         overlap = torch.zeros(by_row, dtype=wide, device=counts.device)
         known = None if summary is None else (target.head_over(vocab), summary)
-        rows, teachers = self.rows_at_once(target, vocab, wide, known is not None)
+        products = HeadProducts((p for p in draft.parameters() if p.requires_grad), slice_bytes(self.budget_mib))
+        room = Room.of(self.budget_mib, draft, steps, products, wide)
         acceptance = torch.zeros_like(share)
         if self.step_terms:
-            acceptance = self._acceptance(draft, steps, batch, target, top, weights, known)
-        collected = Collected(steps, draft) if torch.is_grad_enabled() else None
-        for chunk in chunks((weights > 0) | judged, rows):
-            states, teacher = self._teach(target, top, batch, vocab, chunk, teachers, known)
+            acceptance = self._acceptance(draft, steps, batch, target, top, weights, known, products, room)
+        collected = Collected(steps, draft, products) if torch.is_grad_enabled() else None
+        for chunk in chunks((weights > 0) | judged, room.rows):
+            states, teacher = self._teach(target, top, batch, vocab, chunk, room, known)
             for piece in chunk.pieces:
-                s, place, slot = piece.step, piece.place, piece.slot
-                law, aims = teacher, states
-                if piece.rows.shape != teacher.label.shape:  # else all of them, in order
-                    law, aims = teacher.rows(slot), states[slot]
+                s, place = piece.step, piece.place
                 leaf = steps[s].head_in.detach().flatten(0, 1)[piece.rows].requires_grad_(collected is not None)
-                log_q = _log_law(draft.logits(leaf.view_as(leaf), s))  # autocast would keep a leaf, and its cast, alive
-                with torch.no_grad():
-                    hit[place, s] = piece.pick(vocab[log_q.argmax(-1)] == law.argmax)
-                    if s >= counted:
-                        continue
-                    overlap[place, s] = piece.pick(law.overlap(log_q)).to(wide)
-                losses = self._row_losses(log_q, law, acceptance[s]) + self._feature_losses(leaf, aims)
-                loss = (losses * piece.spread(weights[..., s].flatten()[place])).sum()
-                sums[s] += loss.detach()
+                with products:  # autocast would keep a leaf, and its cast, alive
+                    logits = draft.logits(leaf.view_as(leaf), s)
+                learned = None
+                if s < counted:
+                    weight = piece.spread(weights[..., s].flatten()[place])
+                    learned = Learned(partial(self._row_losses, acceptance[s]), weight, share[s] / largest)
+                found = compare(logits, partial(_law, teacher, piece), vocab, room.compared, learned)
+                hit[place, s] = piece.pick(found.hit)
+                if learned is None:
+                    continue
+                overlap[place, s] = piece.pick(found.overlap).to(wide)
+                aims = states if _whole(teacher, piece) else states[piece.slot]
+                rest = (self._feature_losses(leaf, aims) * learned.weight).sum()
+                sums[s] += found.loss + rest.detach()
                 if collected is not None:
-                    collected.add(loss * (share[s] / largest), leaf, piece)
-                del law, leaf, log_q, losses, loss  # or they would live while the next piece's are made
-            del teacher, states, aims
+                    collected.add(logits, found.gradient, rest * learned.factor, leaf, piece)
+                del leaf, logits, found, aims, rest  # or they would live while the next piece's are made
+            del teacher, states
         means, shape = sums / counts, (*batch.ids.shape, depth)
         total = (decay * means).sum()
         if collected is not None:
             total = collected.total(total, largest)
         return LossOut(total, means, weights, judged, hit.view(shape), overlap.view(shape))
-
-    def rows_at_once(
-        self, target: FrozenTarget, vocab: Int[Tensor, " Vd"], dtype: torch.dtype, summarised: bool = False
-    ) -> tuple[int, int]:
-        """How many target rows' laws fit the budget together, and how many of them fit it while they are made from full
-        logits (``summarised``: from the draft vocabulary's); at least 1 each. The fewer pieces a step has, the fewer
-        times a trained head's gradient is added up.
-        """
-        if self.budget_mib is None:
-            return sys.maxsize, sys.maxsize
-        budget, size = self.budget_mib * MIB // dtype.itemsize, vocab.shape[0]
-        rows = max(1, budget // (DRAFT_COPIES * size))
-        made = (budget - LAW_COPIES * rows * size) // (TARGET_COPIES * (size if summarised else target.spec.vocab))
-        return rows, max(1, made)
 
     @torch.no_grad()
     def _acceptance(
@@ -231,20 +217,25 @@ class UnrolledLoss:
         top: Tensor,
         weights: Tensor,
         known: Known | None,
+        products: HeadProducts,
+        room: Room,
     ) -> Float[Tensor, " S"]:
         """Mean overlap of each step's taught rows, known only once all of them were seen: a pass of its own."""
         total = weights.new_zeros((2, len(steps)), dtype=torch.promote_types(weights.dtype, torch.float32))
-        rows, teachers = self.rows_at_once(target, draft.vocab, total.dtype, known is not None)
-        for chunk in chunks(weights > 0, rows):
-            _, teacher = self._teach(target, top, batch, draft.vocab, chunk, teachers, known)
+        for chunk in chunks(weights > 0, room.rows):
+            _, teacher = self._teach(target, top, batch, draft.vocab, chunk, room, known)
             for piece in chunk.pieces:
-                s, law = piece.step, teacher.rows(piece.slot)
-                weight = weights[..., s].flatten()[piece.place] * law.taught
-                log_q = _log_law(draft.logits(steps[s].head_in.flatten(0, 1)[piece.place], s))
-                total[:, s] += torch.stack(((weight * law.overlap(log_q)).sum(), weight.sum()))
+                s = piece.step
+                with products:
+                    logits = draft.logits(steps[s].head_in.flatten(0, 1)[piece.place], s)
+                for here in runs(logits.shape[0], room.compared):
+                    law = teacher.rows(piece.slot[here])
+                    weight = weights[..., s].flatten()[piece.place[here]] * law.taught
+                    overlap = law.overlap(log_law(logits[here]))
+                    total[:, s] += torch.stack(((weight * overlap).sum(), weight.sum()))
         return total[0] / total[1].clamp(min=1)
 
-    def _row_losses(self, log_q: Tensor, law: Teacher, acceptance: Tensor) -> Tensor:
+    def _row_losses(self, acceptance: Tensor, log_q: Tensor, law: Teacher) -> Tensor:
         total = log_q.new_zeros(log_q.shape[0])
         for term in self.row_terms:
             total = total + term.weight * term.per_row(log_q, law)
@@ -265,7 +256,7 @@ class UnrolledLoss:
         batch: Batch,
         vocab: Tensor,
         chunk: Chunk,
-        at_once: int,
+        room: Room,
         known: Known | None,
     ) -> tuple[Tensor, Teacher]:
         """The chunk's target states and what they teach; both blank where a teacher lies past the text."""
@@ -277,16 +268,25 @@ class UnrolledLoss:
         if known is not None:
             head, summary = known
             there = LogitSummary(summary.argmax[place], summary.log_sum[place])
-            return states, replace(teach_by_summary(head, states, there, vocab, self.oov), said=said)
+            at_once = room.made(states.shape[0], vocab.shape[0], states.dtype)
+            law = teach_by_summary(head, states, there, vocab, self.oov, at_once, room.compared)
+            return states, replace(law, said=said)
         blank = None
         if self.edge == "counted":
             blank = chunk.column > last
             states = states.masked_fill(blank[:, None], 0)
-        return states, replace(teach(target, states, vocab, self.oov, blank, at_once), said=said)
+        at_once = room.made(states.shape[0], target.spec.vocab, states.dtype)
+        return states, replace(teach(target, states, vocab, self.oov, blank, at_once, room.compared), said=said)
 
 
-def _log_law(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+def _whole(teacher: Teacher, piece: Taught) -> bool:
+    """Whether a piece has a row for every teacher of its chunk, in order."""
+    return piece.rows.shape == teacher.label.shape
+
+
+def _law(teacher: Teacher, piece: Taught, here: slice) -> Teacher:
+    """The teachers of a run of a piece's rows."""
+    return teacher.rows(here if _whole(teacher, piece) else piece.slot[here])
 
 
 def _drafted(batch: Batch, depth: int) -> Tensor:

@@ -46,8 +46,8 @@ class Teacher:
     inside: Float[Tensor, " M"]
     said: Int[Tensor, " M"] | None = None
 
-    def rows(self, index: Int[Tensor, " R"]) -> Teacher:
-        """The teachers of selected rows."""
+    def rows(self, index: Int[Tensor, " R"] | slice) -> Teacher:
+        """The teachers of selected rows; of a run of them, views."""
         said = None if self.said is None else self.said[index]
         law = (self.p[index], self.label[index], self.taught[index], self.argmax[index], self.inside[index])
         return Teacher(*law, said)
@@ -65,19 +65,19 @@ def teach(
     oov: Oov,
     blank: Bool[Tensor, " M"] | None = None,
     at_once: int | None = None,
+    widened: int | None = None,
 ) -> Teacher:
     """Teachers of M top states of the target. ``blank`` rows stand for rows past the text: all their logits are 0.
-    ``at_once``: how many rows' full logits are alive together; None: what CHUNK_BYTES allow."""
+    ``at_once``: how many rows' full logits are alive together; None: what CHUNK_BYTES allow. ``widened``: of how many
+    of them float32 copies are; None: all."""
     chunk = max(1, CHUNK_BYTES // (4 * target.spec.vocab)) if at_once is None else at_once
-    parts = []
-    for begin in range(0, max(top.shape[0], 1), chunk):
-        here = slice(begin, begin + chunk)
-        logits = _logits(target.logits, top[here])
+
+    def known(here: slice, logits: Tensor) -> tuple[Tensor, LogitSummary]:
         if blank is not None:
             logits = logits.masked_fill(blank[here, None], 0.0)
-        summary = LogitSummary(logits.argmax(-1), logits.logsumexp(-1))
-        parts.append(_restrict(logits.index_select(-1, vocab), summary, vocab, oov))
-    return parts[0] if len(parts) == 1 else _join(parts)
+        return logits.index_select(-1, vocab), LogitSummary(logits.argmax(-1), logits.logsumexp(-1))
+
+    return _taught(target.logits, top, vocab, oov, known, chunk, widened)
 
 
 @torch.no_grad()
@@ -87,30 +87,58 @@ def teach_by_summary(
     summary: LogitSummary,
     vocab: Int[Tensor, " Vd"],
     oov: Oov,
+    at_once: int | None = None,
+    widened: int | None = None,
 ) -> Teacher:
     """The teachers that `teach` makes, from the draft vocabulary's logits alone: ``head`` is the target's
-    ``head_over(vocab)``, ``summary`` is of the M rows' logits over all V ids."""
-    kept = _logits(head, top)
-    log_sum = summary.log_sum.to(kept.dtype)
-    # a part cannot outweigh the whole; by rounding of what was kept it could
-    whole = torch.maximum(log_sum, kept.logsumexp(-1))
-    return _restrict(kept, LogitSummary(summary.argmax, whole), vocab, oov)
+    ``head_over(vocab)``, ``summary`` is of the M rows' logits over all V ids. ``at_once`` None: all rows together."""
+
+    def known(here: slice, kept: Tensor) -> tuple[Tensor, LogitSummary]:
+        # a part cannot outweigh the whole; by rounding of what was kept it could
+        whole = torch.maximum(summary.log_sum[here].to(kept.dtype), kept.logsumexp(-1))
+        return kept, LogitSummary(summary.argmax[here], whole)
+
+    return _taught(head, top, vocab, oov, known, top.shape[0] if at_once is None else at_once, widened)
 
 
-def _logits(head: Callable[[Tensor], Tensor], top: Tensor) -> Tensor:
-    with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
-        logits = head(top)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _taught(
+    head: Callable[[Tensor], Tensor],
+    top: Tensor,
+    vocab: Tensor,
+    oov: Oov,
+    known: Callable[[slice, Tensor], tuple[Tensor, LogitSummary]],
+    at_once: int,
+    widened: int | None,
+) -> Teacher:
+    """``head``'s logits of ``at_once`` rows at a time, ``widened`` of them in float32; ``known`` says of such rows and
+    logits what those of the draft vocabulary and the summary of all are. All laws are written to one array."""
+    p, parts = None, []
+    for begin in range(0, max(top.shape[0], 1), max(at_once, 1)):
+        with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
+            logits = head(top[begin : begin + at_once])
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        if p is None:
+            p = logits.new_empty((top.shape[0], vocab.shape[0]), dtype=wide)
+        for some in torch.split(logits, max(1, logits.shape[0]) if widened is None else widened):
+            here = slice(begin, begin + some.shape[0])
+            kept, summary = known(here, some.to(wide))
+            parts.append(_restrict(kept, summary, vocab, oov, p[here]))
+            begin = here.stop
+        del logits, some  # or they would live while the next are made
+    assert p is not None
+    label, taught, argmax, inside = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Teacher(p=p, label=label, taught=taught, argmax=argmax, inside=inside)
 
 
-def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov) -> Teacher:
-    """``kept``: the logits of the draft vocabulary; ``summary``: of all of them."""
+def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov, p: Tensor) -> tuple[Tensor, ...]:
+    """``kept``: the logits of the draft vocabulary; ``summary``: of all of them. The law is written to ``p``; returned
+    are a Teacher's label, taught, argmax, inside."""
     argmax = summary.argmax
     log_inside = kept.logsumexp(-1) - summary.log_sum
 
     label = draft_ids(argmax, vocab)
     known = label != OUTSIDE
-    p = kept.softmax(-1)
+    torch.softmax(kept, -1, out=p)
     inside = log_inside.exp()
     taught = torch.ones_like(inside)
     if oov == "drop":
@@ -118,21 +146,12 @@ def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov) -> T
     elif oov == "renormalise":
         label = kept.argmax(-1)
     else:
-        p, inside = p * inside[:, None], torch.ones_like(inside)
-    return Teacher(p=p, label=label, taught=taught, argmax=argmax, inside=inside)
+        p *= inside[:, None]
+        inside = torch.ones_like(inside)
+    return label, taught, argmax, inside
 
 
 def draft_ids(ids: Int[Tensor, " M"], vocab: Int[Tensor, " Vd"]) -> Int[Tensor, " M"]:
     """Target ids as draft ids, OUTSIDE where the draft vocabulary lacks them."""
     place = torch.searchsorted(vocab, ids).clamp(max=vocab.shape[0] - 1)
     return torch.where(vocab[place] == ids, place, OUTSIDE)
-
-
-def _join(parts: list[Teacher]) -> Teacher:
-    return Teacher(
-        p=torch.cat([part.p for part in parts]),
-        label=torch.cat([part.label for part in parts]),
-        taught=torch.cat([part.taught for part in parts]),
-        argmax=torch.cat([part.argmax for part in parts]),
-        inside=torch.cat([part.inside for part in parts]),
-    )
