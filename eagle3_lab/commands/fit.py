@@ -26,6 +26,7 @@ from eagle3_lab.tracking import Run, open_run
 from eagle3_lab.train import DraftModule
 
 CLOSING_TEXT, CLOSING_JSON = "closing.txt", "closing.json"
+DESCRIPTION = 8000  # characters of a run's text in MLflow, which cuts a longer one anywhere
 
 
 def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = False) -> None:
@@ -159,7 +160,7 @@ def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: 
     """The closing table, as metrics, as the text of the run's page, as files and as figures; a run below it for each
     method; and all answers."""
     run.log_metrics(measuring.table_metrics(table))
-    run.describe(as_markdown(table))
+    run.describe(as_markdown(table, most=DESCRIPTION))
     run.log_text(as_text(table), "closing.txt")
     run.log_text(as_json(table), "closing.json")
     if journal is not None:

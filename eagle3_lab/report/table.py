@@ -31,10 +31,21 @@ def as_text(table: ClosingTable) -> str:
     return "\n\n".join((table.setting, *map(_text_grid, _grids(table)), "\n".join(_where(table)))) + "\n"
 
 
-def as_markdown(table: ClosingTable) -> str:
-    """For the run's page and for notes."""
+def as_markdown(table: ClosingTable, most: int | None = None) -> str:
+    """For the run's page and for notes. ``most``: so many characters; of a longer one the first tables, those of speed
+    under each law before the others, and where the rest is."""
     where = "\n".join(f"- {line}" for line in _where(table))
-    return "\n\n".join((table.setting, *map(_markdown_grid, _grids(table)), where)) + "\n"
+    grids = list(map(_markdown_grid, _grids(table)))
+    whole = "\n\n".join((table.setting, *grids, where)) + "\n"
+    if most is None or len(whole) <= most:
+        return whole
+    speed_first = [text for law in _laws(table) for text in map(_markdown_grid, _titled(table, law)[:1])]
+    kept = [table.setting, *speed_first]
+    rest = "\n\n- the other tables: closing.txt among the run's artifacts\n" + where + "\n"
+    for text in grids:
+        if text not in kept and len("\n\n".join((*kept, text))) + len(rest) <= most:
+            kept.append(text)
+    return ("\n\n".join(kept) + rest)[:most]
 
 
 def as_json(table: ClosingTable) -> str:
@@ -51,13 +62,21 @@ def _plain(value: object) -> object:
 
 
 def _grids(table: ClosingTable) -> list[Grid]:
-    laws = list(table.laws) or [""]
+    return [grid for law in _laws(table) for grid in _titled(table, law)]
+
+
+def _laws(table: ClosingTable) -> list[str]:
+    return list(table.laws) or [""]
+
+
+def _titled(table: ClosingTable, law: str) -> list[Grid]:
+    """The tables of a law, which say so where there are several."""
+    laws = _laws(table)
+    one_pass = table.one_pass if law == laws[0] else None  # it reads greedy text, whatever is drawn elsewhere
     grids = []
-    for law in laws:
-        one_pass = table.one_pass if law == laws[0] else None  # it reads greedy text, whatever is drawn elsewhere
-        for grid in filter(lambda grid: grid.rows, _law_grids(table, law, one_pass)):  # nothing decoded: no rows
-            title = f"{law}: {grid.head[0]}" if len(laws) > 1 else grid.head[0]
-            grids.append(replace(grid, head=(title, *grid.head[1:])))
+    for grid in filter(lambda grid: grid.rows, _law_grids(table, law, one_pass)):  # nothing decoded: no rows
+        title = f"{law}: {grid.head[0]}" if len(laws) > 1 else grid.head[0]
+        grids.append(replace(grid, head=(title, *grid.head[1:])))
     return grids
 
 

@@ -161,3 +161,13 @@ def test_where_nothing_was_decoded_only_what_was_read_is_shown() -> None:
     text = as_text(replace(measured(), methods=()))
     assert "one pass, all anchors" in text and "run: 0123abc" in text
     assert "tokens/s" not in text and "prefill" not in text
+
+
+def test_a_text_that_would_be_too_long_keeps_the_speed_of_every_law_first() -> None:
+    whole = as_markdown(several())
+    short = as_markdown(several(), most=len(whole) - 1)
+    assert len(short) < len(whole) and "closing.txt" in short
+    assert as_markdown(several(), most=len(whole)) == whole
+    for law in several().laws:
+        assert f"| {law}: speed-up" in short
+    assert short.splitlines()[-1] == whole.splitlines()[-1], "where to look stands there as ever"
