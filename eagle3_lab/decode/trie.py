@@ -53,8 +53,10 @@ def extent(tree: Tree) -> int:
 def narrow(tree: Tree, places: int) -> Tree:
     """The first ``places`` places, behind which there must be padding alone."""
     q = None if tree.q is None else tree.q[:, :places]
-    first = (x[:, :places] for x in (tree.tokens, tree.parents, tree.candidate))
-    return Tree(*first, q, tree.replacement)
+    first = slice(places)
+    return Tree(
+        tree.tokens[:, first], tree.parents[:, first], tree.candidate[:, first], q, replacement=tree.replacement
+    )
 
 
 def merge(tree: Tree) -> Tree:

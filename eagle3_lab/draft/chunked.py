@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
 from eagle3_lab.draft.head_products import HeadProducts
@@ -181,4 +182,4 @@ class _Known(torch.autograd.Function):
 
 def _graph_is_kept() -> bool:
     """Whether the backward that is running may be repeated."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return _get_current_graph_task_keep_graph()
