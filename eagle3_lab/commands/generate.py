@@ -123,7 +123,12 @@ class Speaker:
             UserError: the conversation no longer fits the target's context.
         """
         self._said.append({"role": "user", "content": text})
-        ids = self._chat.prompt_ids(self._said)
+        ids, context = self._chat.prompt_ids(self._said), self._target.spec.max_positions
+        if len(ids) >= context:
+            raise UserError(
+                f"generate: the conversation has {len(ids)} tokens, which leaves no room for an answer in the target's "
+                f"context of {context}; write less, or begin anew"
+            )
         stream, ink = TextStream(self._target.tokenizer), Ink(sys.stdout)
         spoken: list[str] = []
 
@@ -197,7 +202,8 @@ def _require_sections(experiment: Experiment, name: str) -> Model:
     if experiment.lacks():
         raise UserError(
             f"evaluate.methods.{name}: needs a trained head, and the experiment has no "
-            f"{', no '.join(experiment.lacks())}; add the sections it was trained with, or choose --method {VANILLA}"
+            f"{', no '.join(experiment.lacks())}; name in its `head` who trained one, add the sections it was trained "
+            f"with, or choose --method {VANILLA}"
         )
     assert experiment.model is not None
     return experiment.model
