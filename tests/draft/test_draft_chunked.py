@@ -369,7 +369,8 @@ def test_gradients_far_below_float16_survive_a_half_precision_head(make_lab: Any
 
 def live_peak(work: Callable[[], object]) -> int:
     """The most bytes that ``work`` holds at once beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:  # else 2.11 warns
         work()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
