@@ -79,13 +79,15 @@ def draft_model(target: HFTarget) -> Proposer:
 
 
 def headed(
-    source: Callable[[], FeatureSource], draft: Callable[[], DraftModel], grow: Grow
+    source: Callable[[], FeatureSource], draft: Callable[[], DraftModel], grow: Grow, every: int = 6
 ) -> Callable[[HFTarget], Proposer]:
+    """An untrained head that says every so many of the target's tokens."""
+
     def make(target: HFTarget) -> Proposer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made, head = source(), draft()
-            head.build(target, made.build(target), torch.arange(target.spec.vocab)[::6])
+            head.build(target, made.build(target), torch.arange(target.spec.vocab)[::every])
         return Eagle(made.eval(), head.eval(), grow, target.spec.layers)
 
     return make
@@ -98,8 +100,8 @@ METHODS: dict[str, Callable[[HFTarget], Proposer]] = {
     "medusa": headed(TopFeature, lambda: Medusa(heads=4), TREE),
     "hydra": headed(TopFeature, lambda: Hydra(heads=4, num_layers=1), TREE),
     "hydra with prefix": headed(TopFeature, lambda: Hydra(heads=4, num_layers=1, prefix=True), TREE),
-    "eagle": headed(TopFeature, Eagle1, McSim7b63()),
-    "eagle, dynamic": headed(TopFeature, Eagle1, TREE),
+    "eagle": headed(TopFeature, Eagle1, McSim7b63(), every=1),
+    "eagle, dynamic": headed(TopFeature, Eagle1, TREE, every=1),
     "eagle3": headed(FusedFeature, lambda: Eagle3(head="target"), TREE),
     "eagle3, chain": headed(FusedFeature, lambda: Eagle3(head="target"), Chain(7)),
 }
