@@ -36,4 +36,4 @@ def near(word: str, names: Iterable[str], *, otherwise: str = "legal") -> str:
         return f"; did you mean {close[0]!r}?"
     if not names or not otherwise:
         return ""
-    return f"; {otherwise}: {', '.join(names)}"
+    return f"; {otherwise}: {', '.join(name if name.isprintable() else repr(name) for name in names)}"

@@ -952,3 +952,7 @@ def test_help_and_mistakes_in_files_do_not_load_torch(lab: Path) -> None:
 @pytest.mark.parametrize("module", [eagle3_lab.errors, eagle3_lab.config.editing])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
+
+
+def test_a_legal_name_that_is_no_plain_text_stays_on_the_line() -> None:
+    assert near("zzz", ["a\nb", "depth"]) == "; legal: 'a\\nb', depth"

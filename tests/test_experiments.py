@@ -261,8 +261,8 @@ def test_a_start_of_another_family_is_refused_in_one_line(
     with pytest.raises(UserError) as told:
         make_module("hass_stage2", start=path)
     assert str(told.value) == (
-        f"{path}: holds Eagle3 on FusedFeature, the experiment has Eagle1 on TopFeature; use a YAML with the same "
-        "model.draft and model.features"
+        f"command line: model.start: {path}: holds Eagle3 on FusedFeature, the experiment has Eagle1 on TopFeature; "
+        "use a YAML with the same model.draft and model.features"
     )
     with pytest.raises(UserError, match=r"no file .*missing\.ckpt"):
         make_module("hass_stage2", start=tmp_path / "missing.ckpt")

@@ -279,7 +279,7 @@ def test_a_training_that_comes_to_nothing_is_ended_and_leaves_no_head(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(UnrolledLoss, "_row_losses", lambda self, log_q, *_: log_q.sum(-1) * float("nan"))
+        patch.setattr(UnrolledLoss, "_row_losses", lambda self, acceptance, log_q, law: log_q.sum(-1) * float("nan"))
         line = refused(bench)
     assert re.match(r"training: the loss is nan at step \d; lower optimizer.lr", line)
     assert not (bench.work() / "draft.ckpt").exists()

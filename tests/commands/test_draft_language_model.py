@@ -129,4 +129,4 @@ def test_a_head_is_no_language_model(bench: Bench) -> None:
         ["export: Eagle3 reads its target's features and is no model by itself"],
     )
     (line,) = bench.run("fit", "--evaluate.methods.chain", "DraftLM").complaints
-    assert line.endswith("trained by this experiment, and the head is Eagle3; name a model")
+    assert line.endswith("that this experiment trained, which trained Eagle3; name a model, or use HeadTree")
