@@ -40,7 +40,7 @@ from eagle3_lab.config import (
     read,
     to_yaml,
 )
-from eagle3_lab.errors import UserError
+from eagle3_lab.errors import UserError, near
 
 # ---------------------------------------------------------------------------------------------------------------------
 # toy parts
