@@ -84,6 +84,7 @@ def test_a_killed_training_goes_on_in_its_run_and_ends_as_if_it_had_not_been(ben
         assert torch.equal(tensor, resumed["state_dict"][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_an_interrupted_training_saves_a_whole_step_and_says_so_in_one_line(
     bench: Bench, number: signal.Signals

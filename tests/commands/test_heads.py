@@ -109,6 +109,7 @@ def test_all_heads_that_are_not_there_yet_are_named_with_the_command_that_makes_
     assert line.endswith("run `python -m eagle3_lab fit FILE` for each first")
 
 
+@pytest.mark.slow
 def test_a_named_head_that_was_trained_anew_is_measured_anew(
     finished: tuple[Bench, Ran], tiny: TinyLab, tmp_path: Path
 ) -> None:

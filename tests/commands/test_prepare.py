@@ -308,6 +308,7 @@ def test_what_the_experiment_measures_on_is_not_trained_on_whatever_the_file(tin
 # -------------------------------------------------------------------------------------------------------------- kills
 
 
+@pytest.mark.slow
 def test_a_prepare_killed_anywhere_ends_in_the_same_file(tiny: TinyLab, tmp_path: Path) -> None:
     """SIGKILL after a random while, again and again until it is done; in float32, sampled."""
     talks = [
