@@ -6,10 +6,11 @@ import time
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from eagle3_lab.train import DraftModule
-from eagle3_lab.types import Batch, Needs
+from eagle3_lab.types import Batch, FrozenTarget, LogitSummary, Needs
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,18 @@ class TimedStep:
         products: Lightning's name of the number format, "bf16-mixed" or "32-true".
         clip: largest norm of the gradient; None: not clipped.
         with_loss: False puts the sum of the heads' inputs in the loss's place, for what head and loss take.
+        summarised: arg-max and log-normaliser of the target's logits are at hand with its features, as a feature store
+            keeps them; False: the step makes them from the logits over all ids, as one beside the target does.
     """
 
     def __init__(
-        self, module: DraftModule, batch: Batch, products: str, clip: float | None = None, with_loss: bool = True
+        self,
+        module: DraftModule,
+        batch: Batch,
+        products: str,
+        clip: float | None = None,
+        with_loss: bool = True,
+        summarised: bool = False,
     ) -> None:
         if products not in ("bf16-mixed", "32-true"):
             raise ValueError(f"products must be bf16-mixed or 32-true, got {products!r}")
@@ -43,6 +52,7 @@ class TimedStep:
         out = self._target.features(batch, Needs(layers=module.source.layers(self._target.spec.layers), top=True))
         assert out.top is not None
         self.taps, self._top = out.taps, out.top.to(self._target.dtype)
+        self._summary = _summary(self._target, self._top) if summarised else None
         self._optimizer = module.optimization.adamw(module)
 
     def __call__(self) -> Took:
@@ -65,8 +75,15 @@ class TimedStep:
             steps = list(module.unroll(module.draft, module.source(self.taps), self._batch))
             if not self._with_loss:
                 return torch.stack([out.head_in.sum(dtype=torch.float32) for out in steps]).sum()
-            return module.loss(module.draft, steps, self._batch, self._target, self._top).total
+            out = module.loss(module.draft, steps, self._batch, self._target, self._top, summary=self._summary)
+            return out.total
 
     def _wait(self) -> None:
         if self._batch.ids.device.type == "cuda":
             torch.cuda.synchronize(self._batch.ids.device)
+
+
+def _summary(target: FrozenTarget, top: Float[Tensor, "B T Dt"]) -> LogitSummary:
+    """Of the target's logits at all rows, [B, T]."""
+    said = target.summary(top.flatten(0, 1))
+    return LogitSummary(said.argmax.view(top.shape[:2]), said.log_sum.view(top.shape[:2]))

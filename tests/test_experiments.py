@@ -35,6 +35,12 @@ HEADS = ("ten_methods",)  # nothing in them is trained, they measure other exper
 START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
 
 
+@pytest.mark.parametrize("key", ["features", "answers"])
+def test_an_optional_part_of_no_arguments_is_that_part_with_its_defaults(key: str) -> None:
+    parsed = vars(check(compose(FOLDER / "eagle3.yaml", [(key, "{}")]), Experiment).parsed)
+    assert parsed[key] is not None and vars(check(compose(FOLDER / "eagle3.yaml"), Experiment).parsed)[key] is None
+
+
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> HFTarget:
     return TargetChoice(str(write_target(tmp_path_factory.mktemp("tiny") / "target"))).load()

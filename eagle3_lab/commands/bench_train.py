@@ -32,12 +32,14 @@ DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a head, a batch with its loss's rows chosen, and the number format."""
+    """What is measured: a head, a batch with its loss's rows chosen, the number format, and whether the target's logits
+    are summarised beforehand (the experiment trains from kept features)."""
 
     module: DraftModule
     batch: Batch
     products: str
     clip: float | None
+    summarised: bool
 
     @staticmethod
     def of(experiment: Experiment, every_row: bool) -> Setup:
@@ -52,10 +54,11 @@ class Setup:
         batch = next(iter(data.train_dataloader())).to(target.device)
         if every_row:
             batch = replace(batch, supervised=batch.document >= 0)
-        return Setup(module, batch, products, trainer.options.get("gradient_clip_val"))
+        clip = trainer.options.get("gradient_clip_val")
+        return Setup(module, batch, products, clip, experiment.features is not None)
 
     def step(self, with_loss: bool = True) -> TimedStep:
-        return TimedStep(self.module, self.batch, self.products, self.clip, with_loss)
+        return TimedStep(self.module, self.batch, self.products, self.clip, with_loss, self.summarised)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ def bench_train(
     json: Path | None = None,
 ) -> None:
     """Measure one training step of an experiment, of any shape that overrides say (``--data.row_length``,
-    ``--model.unroll.depth``, ``--model.draft_vocab``, ``--trainer.products``).
+    ``--model.unroll.depth``, ``--model.draft_vocab``, ``--trainer.products``). The target runs before it. Where the
+    experiment keeps features (``--features '{}'``), what they say of the target's logits is at hand too, as it is for
+    public trainers, which know the draft vocabulary's alone; else the step makes all logits.
 
     Args:
         experiment: whose step is measured; nothing is trained or logged.
@@ -134,6 +139,7 @@ def shape_of(setup: Setup) -> dict[str, Any]:
         "depth": module.unroll.depth,
         "draft_vocab": module.draft.vocab.shape[0],
         "products": setup.products,
+        "summarised": setup.summarised,
         "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "threads": torch.get_num_threads(),
     }
@@ -188,12 +194,13 @@ def as_text(found: dict[str, Any]) -> str:
     """The measurements for a reader."""
     shape, ours = found["shape"], found["ours"]
     low, high = ours["seconds_quartiles"]
+    teacher = "at hand with the features" if shape["summarised"] else "made in the step"
     told = (
         f"{shape['rows']} x {shape['row_length']} tokens in {shape['documents']} documents, depth {shape['depth']}, "
         f"draft vocabulary {shape['draft_vocab']}, {shape['products']}, {shape['threads']} threads, "
-        f"{shape['rows_with_loss']:.0%} of rows with a loss\n"
-        f"ours: {ours['tokens_per_s']:.0f} tokens/s ({ours['seconds']:.2f} s a step, median of "
-        f"{len(ours['all_seconds'])}; quartiles {low:.2f} to {high:.2f})\n"
+        f"{shape['rows_with_loss']:.0%} of rows with a loss; the target's logits over all ids: {teacher}\n"
+        f"ours ({shape['parameters'] / 1e6:.1f} M trained): {ours['tokens_per_s']:.0f} tokens/s "
+        f"({ours['seconds']:.2f} s a step, median of {len(ours['all_seconds'])}; quartiles {low:.2f} to {high:.2f})\n"
         f"model operations: {found['operations']['total'] / 1e9:.1f} G a step, teacher at nothing; "
         f"{ours['operations_per_s'] / 1e9:.1f} G/s is {ours['share_of_product_rate']:.1%} of this machine's "
         f"{found['product_rate'] / 1e9:.1f} G/s at {SIZE} cubed in the same format, in the same run\n"

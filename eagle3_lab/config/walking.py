@@ -116,7 +116,7 @@ class Walk:
         same = cls is before
         skip = _filled(cls, kinds)
         complete = self.arguments(given, cls, key=key, default=spec.get("init_args", {}) if same else {}, skip=skip)
-        if spec and not same:
+        if (spec and not same) or not (spec or given):  # an optional part of `{}` is none to jsonargparse
             complete = schema.own_defaults(cls, skip) | complete
         return {"class_path": node["class_path"], "init_args": complete} if long else complete
 

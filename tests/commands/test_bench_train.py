@@ -112,3 +112,18 @@ def test_head_and_loss_take_memory_that_a_step_without_them_does_not(bench: Benc
     assert bench.run("bench train", "--steps", "1", "--json", str(table), *words).code == 0
     memory = json.loads(table.read_text())["memory"]
     assert memory["step_bytes"] > memory["without_loss_bytes"] >= 0
+
+
+def test_what_is_kept_of_the_targets_logits_changes_no_loss(bench: Bench) -> None:
+    """`features` in the experiment: the summary is at hand, and the step makes the draft vocabulary's logits alone."""
+    kept = prepared(bench, "features={}")
+    assert kept.summarised and not prepared(bench).summarised
+    target = kept.module.target
+    widths: list[int] = []
+    made = target.logits
+    target.logits = lambda top: widths.append(top.shape[0]) or made(top)  # type: ignore[method-assign]
+    step = kept.step()
+    widths.clear()
+    found = [step().loss for _ in range(3)]
+    assert not widths, "logits over all ids were made"
+    assert found == pytest.approx(losses(prepared(bench)), abs=1e-5)
