@@ -101,12 +101,16 @@ class KVCache:
     def keep(self, path: Int[Tensor, "B A"], count: Int[Tensor, " B"]) -> None:
         """Commit the scratch nodes ``path[b, :count[b]]``, in that order, and drop the others.
 
-        Entries behind ``count`` are ignored; the path's order is from the root, so it ascends.
+        Entries behind ``count`` are ignored; the path's order is from the root, so it ascends, and the root, node 0,
+        lies where it belongs: of a path that is no longer nothing is moved.
         """
         steps = path.shape[1]
-        target = self.slots(steps)
-        used = torch.arange(steps, device=path.device) < count[:, None]
-        source = torch.where(used & (path != PADDING), self.lengths[:, None] + path, target)
+        if steps == 1:
+            self.advance(count, bound=steps)
+            return
+        target = self.slots(steps)[:, 1:]
+        used = torch.arange(1, steps, device=path.device) < count[:, None]
+        source = torch.where(used & (path[:, 1:] != PADDING), self.lengths[:, None] + path[:, 1:], target)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             if keys is None or values is None:
                 raise AssertionError(f"layer {layer} was never written")

@@ -9,6 +9,7 @@ The operations are those that torch's own compiler emits for frozen weights on a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 ROWS = 16  # a tree's worth; at 1 row as fast as a layout made for 1, at 512 as one made for 128 (measured)
+
+
+class Family(ABC):
+    """Layers that multiply together (:mod:`eagle3_lab.siblings`)."""
+
+    @abstractmethod
+    def product(self, layer: PackedLinear, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows M"] | None:
+        """``layer``'s product; None where it must multiply alone."""
 
 
 class PackedLinear(nn.Linear):
@@ -28,38 +37,64 @@ class PackedLinear(nn.Linear):
         self.train(linear.training)
         self._layout: Tensor | None = None
         self._made_of: tuple[int, int] | None = None
+        self._family: Family | None = None
 
     def forward(self, input: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows M"]:
         learns = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        layout = None if learns or torch.is_autocast_enabled("cpu") else self._laid_out()
-        if layout is None or not input.numel() or input.dtype != self.weight.dtype:
+        alike = input.dtype == self.weight.dtype and input.numel() > 0
+        if learns or not alike or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, layout, self.bias, "none", [], "")
+        if self._family is not None and (out := self._family.product(self, input)) is not None:
+            return out
+        if (layout := self._laid_out()) is None:
+            return nn.functional.linear(input, self.weight, self.bias)
+        return multiply(input, layout, self.bias)
+
+    def join(self, family: Family) -> None:
+        """Multiply with others from now on; a layout of its own is made again only where it is asked alone."""
+        self._family, self._layout, self._made_of = family, None, None
+
+    def state(self) -> tuple[int, int]:
+        """Which weight this is, as it is now: an optimizer's step changes the second."""
+        return self.weight.data_ptr(), self.weight._version
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy lays its weight out anew: the layout is opaque, and of the weight it was made of."""
-        return self.__dict__ | {"_layout": None, "_made_of": None}
+        """A copy is alone, and lays its weight out anew: a layout is opaque, and of the weight it was made of."""
+        return self.__dict__ | {"_layout": None, "_made_of": None, "_family": None}
 
     def _laid_out(self) -> Tensor | None:
         """The layout of the weight as it is now; None where it has gone to a device or dtype that has none."""
-        now = (self.weight.data_ptr(), self.weight._version)  # an optimizer's step changes the second
+        now = self.state()
         if now != self._made_of:
             self._layout, self._made_of = None, now
-            if packable(self):
-                with torch.no_grad():
-                    self._layout = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+            with torch.no_grad():
+                self._layout = lay_out(self.weight.detach())
         return self._layout
+
+
+def multiply(x: Float[Tensor, "*rows K"], layout: Tensor, bias: Float[Tensor, " M"] | None) -> Float[Tensor, "*rows M"]:
+    """The product with a weight that `lay_out` has laid out."""
+    return torch.ops.mkldnn._linear_pointwise(x, layout, bias, "none", [], "")
+
+
+def lay_out(weight: Float[Tensor, "M K"]) -> Tensor | None:
+    """The weight as oneDNN wants it, opaque; None on a device or in a dtype for which there is no layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if _takes(weight) else None
 
 
 def packable(linear: nn.Linear) -> bool:
     """Whether oneDNN takes this layer's dtype on this machine: on a CPU, float32 and what the CPU multiplies itself."""
-    if linear.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    return _takes(linear.weight)
+
+
+def _takes(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return {
         torch.float32: lambda: True,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }.get(linear.weight.dtype, lambda: False)()
+    }.get(weight.dtype, lambda: False)()
 
 
 def pack(module: nn.Module) -> int:

