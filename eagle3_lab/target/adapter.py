@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from eagle3_lab.cache import BUCKET, KVCache
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.attention import use_grouped
 from eagle3_lab.target.captured import Captured, CudaRecord, Record
 from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import (
@@ -68,6 +69,7 @@ class HFTarget(FrozenTarget):
         if reasons := refusals(model):
             raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
         self.model = model.eval().requires_grad_(False)
+        use_grouped(model)
         self._tokenizer = tokenizer
         self.spec = spec
         self._config = model.config.get_text_config(decoder=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.attention import stock_attention
 
 PLAIN, LOOKUP, ASSISTED = "transformers", "transformers prompt lookup", "transformers assisted"
 
@@ -32,19 +33,22 @@ class Rival:
         """At most ``tokens`` tokens, the end token included."""
         prompt = torch.tensor([list(ids)], device=target.device)
         more: dict[str, object] = dict(self.options)
+        models = [target.model]
         if self.assistant is not None:
+            models.append(self.assistant.model)
             self.assistant.model.generation_config.update(**self.drafting)  # pyright: ignore[reportArgumentType]
             more["assistant_model"] = self.assistant.model
         ends = list(target.spec.end_tokens)
-        made = target.model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-            **more,
-        )
+        with stock_attention(*models):
+            made = target.model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=ends or None,
+                pad_token_id=ends[0] if ends else 0,
+                **more,
+            )
         return made[0, len(ids) :].tolist()
 
 

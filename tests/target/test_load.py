@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.attention import GROUPED, stock_attention
 from eagle3_lab.target.load import TargetChoice, weights_hash
 from eagle3_lab.target.probe import probe
 from eagle3_lab.types import Batch, Needs
@@ -68,9 +69,12 @@ def test_a_local_folder_is_loaded_in_the_dtype_asked_for_and_described(folder: P
 
 
 def test_the_attention_asked_for_is_used(folder: Path) -> None:
-    for attention in ("sdpa", "eager"):
+    for attention, runs in (("sdpa", GROUPED), ("eager", "eager")):
         target = TargetChoice(str(folder), attention=attention).load()
-        assert target.model.config._attn_implementation == attention
+        assert target.model.config._attn_implementation == runs
+        with stock_attention(target.model):
+            assert target.model.config._attn_implementation == attention
+        assert target.model.config._attn_implementation == runs
 
 
 # ---------------------------------------------------------------------------------------------------------- sharding

@@ -1,0 +1,80 @@
+"""Attention of a few rows over a long cache, key heads unrepeated: transformers' own, but for what it copies.
+
+transformers' sdpa repeats every key and value head for each query head that shares it wherever there is a mask and more
+than one row, so each layer of each round copies its cache several times over. Here the query heads of one key head
+become rows of it, and the mask, which is small where rows are few, is repeated in their place. Everything else goes to
+transformers' function as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+SDPA, GROUPED = "sdpa", "eagle3_lab_grouped_sdpa"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,  # noqa: ANN401 - what a family's attention passes on differs from version to version
+) -> tuple[Tensor, Tensor | None]:
+    """An attention function as transformers calls it: query (B, heads, T, d), key and value (B, kv_heads, S, d), an
+    additive or boolean mask (B, 1, T, S); out (B, T, heads, d)."""
+    heads, rows, width = query.shape[1:]
+    kv_heads, slots = key.shape[1:3]
+    shared = heads // kv_heads
+    # no more is copied of the mask than would be of keys and values
+    few = attention_mask is not None and attention_mask.shape[1] == 1 and rows <= 2 * kv_heads * width
+    if shared == 1 or not few or any(value is not None for value in (more.get("position_bias"), more.get("softcap"))):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+        )
+    assert attention_mask is not None
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(-1, kv_heads, shared * rows, width),
+        key,
+        value,
+        attn_mask=attention_mask[..., :slots].repeat(1, 1, shared, 1),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return out.reshape(-1, heads, rows, out.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+def use_grouped(model: PreTrainedModel) -> bool:
+    """Let a model that runs by sdpa run by `grouped_attention`; whether it does. A family whose code does not ask for
+    its attention by name stays as it is."""
+    if model.config._attn_implementation == SDPA and type(model)._can_set_attn_implementation():
+        model.set_attn_implementation(GROUPED)
+    return model.config._attn_implementation == GROUPED
+
+
+@contextmanager
+def stock_attention(*models: PreTrainedModel) -> Iterator[None]:
+    """transformers' own attention meanwhile, for what is measured as transformers' own."""
+    ours = [model for model in models if model.config._attn_implementation == GROUPED]
+    for model in ours:
+        model.set_attn_implementation(SDPA)
+    try:
+        yield
+    finally:
+        for model in ours:
+            model.set_attn_implementation(GROUPED)
