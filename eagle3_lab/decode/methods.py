@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from eagle3_lab.captured import Record
 from eagle3_lab.decode.grow import Grow
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
@@ -31,10 +32,12 @@ from eagle3_lab.types import (
 
 @dataclass(frozen=True)
 class Head:
-    """A trained draft head and the source of its features, on the target's device."""
+    """A trained draft head and the source of its features, on the target's device. ``record``: the target's own, where
+    forwards are recorded."""
 
     source: FeatureSource
     draft: DraftModel
+    record: Record | None = None
 
 
 def named_head(name: str | None) -> str | None:
@@ -105,7 +108,7 @@ class HeadTree(Method):
             raise ValueError(f"HeadTree reads features, and {type(head.draft).__name__} does not; use DraftLM")  # noqa: TRY004
         pack(head.source)
         pack(head.draft)
-        return Eagle(head.source, head.draft, self.grow, spec.layers, spec.max_positions)
+        return Eagle(head.source, head.draft, self.grow, spec.layers, spec.max_positions, head.record)
 
 
 class PromptLookup(Method):

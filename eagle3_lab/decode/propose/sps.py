@@ -88,7 +88,7 @@ class SpeculativeSampling(Proposer):
         ValueError: a law with a repetition penalty, or chains that the draft's context cannot hold.
     """
 
-    _session: Session
+    _opened: Session | None = None
     _generators: list[torch.Generator]
     _before: Int[Tensor, " B"]  # the token before the root
     _length: Int[Tensor, " B"]  # drafts of the next round
@@ -128,7 +128,8 @@ class SpeculativeSampling(Proposer):
         self._length = torch.full_like(lengths, self._lengths.length)
         self._bound = self._lengths.length
         self._before = prompt.gather(1, lengths[:, None] - 1)[:, 0]
-        self._session = self._open(len(prompt), capacity)
+        self._opened = None  # first, so that its memory, and what was recorded with it, serves the next one
+        self._opened = self._open(len(prompt), capacity)
         read = (lengths - 1).clamp(max=self._room)
         self._session.prefill(self._known(prompt[:, : self._room + 1]), read)
         if self._session.lengths.device != prompt.device:
@@ -165,6 +166,11 @@ class SpeculativeSampling(Proposer):
         self._session.commit(Verdict(path, torch.where(fits[:, 0], verdict.length, -1), verdict.bonus))
         self._length = self._lengths.after(self._length, verdict.length)
         self._bound = self._lengths.bound_after(self._bound, kept.shape[1] - 1, len(kept))
+
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None, "start comes first"
+        return self._opened
 
     @property
     def _room(self) -> int:
