@@ -74,7 +74,7 @@ def _copy(out: T) -> T:
         return cast(T, out.clone())
     if isinstance(out, tuple):
         return cast(T, tuple(map(_copy, out)))
-    if is_dataclass(out):
+    if is_dataclass(out) and not isinstance(out, type):
         return cast(T, type(out)(**{f.name: _copy(vars(out)[f.name]) for f in fields(out)}))
     return out
 
@@ -89,7 +89,8 @@ class CudaRecord(Record):
         if device.type != "cuda":
             raise UserError(f"target.capture: needs CUDA, the target is on {device}; false")
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
-        self._beside: torch.cuda.Stream | None = None
+        self._beside: torch.cuda.Stream | None = None  # one for all: what a graph has freed only its own stream takes
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, forward: Callable[[Inputs], T], inputs: Inputs) -> tuple[T, Replay]:
         beside = self._beside = self._beside or torch.cuda.Stream(self._device)
@@ -101,10 +102,12 @@ class CudaRecord(Record):
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=beside):
+            # other threads (a data loader's, NCCL's) may go on asking the device for this and that
+            with torch.cuda.graph(graph, self._pool, beside, capture_error_mode="thread_local"):
                 out = forward(inputs)
         except RuntimeError as error:
             raise Unrecorded(str(error)) from None
+        self._first = self._first or graph  # a pool that has lost all its graphs takes no more
         return out, graph.replay
 
 

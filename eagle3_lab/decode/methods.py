@@ -165,8 +165,8 @@ class DraftLM(Method):
     """A second language model drafts a chain (speculative sampling, SpS).
 
     Args:
-        target: the draft model, chosen like a target and loaded when it is asked to propose; its tokenizer's ids must
-            mean what the target's do. null: a language model that an experiment trained.
+        target: the draft model, chosen like a target (`capture` too) and loaded when it is asked to propose; its
+            tokenizer's ids must mean what the target's do. null: a language model that an experiment trained.
         head: which one: an experiment without its ending, such as ``experiments/sps``; null: this one.
         length: drafts in the first round.
         adaptive: two drafts more after a round that accepted all, one less after any other; false: always ``length``.

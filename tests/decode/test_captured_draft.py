@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from random_targets import random_target
-from test_captured import CUDA, Counted
+from test_captured import Counted
 from torch import Tensor
 
 from eagle3_lab.captured import CudaRecord
@@ -30,6 +30,7 @@ from eagle3_lab.draft.source import FusedFeature, NoFeature, TopFeature
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import PADDING, DraftModel, FeatureSource, Needs, Proposer, Tree, Verdict
 
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 GROWS = {
     "chain": Chain(4),
