@@ -14,8 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle3_lab.cache import KVCache
+from eagle3_lab.decode.drawn import split
 from eagle3_lab.decode.grow import Grow
 from eagle3_lab.decode.growth import Grown, top
+from eagle3_lab.decode.verify import Uniforms
 from eagle3_lab.draft.cached import Cached
 from eagle3_lab.rows import shift
 from eagle3_lab.types import (
@@ -35,6 +37,9 @@ from eagle3_lab.types import (
 class Eagle(Proposer):
     """Grows a token tree with a draft head.
 
+    A tree that draws takes its randomness from streams split off each row's generator at the start, the same number a
+    round: what a row is offered depends on no other row.
+
     Args:
         source: turns the target's taps into features.
         draft: the head, built for this target; both in eval mode, on the target's device.
@@ -47,7 +52,9 @@ class Eagle(Proposer):
             than the draft's context is long.
     """
 
-    # Set by `start`: the draft's cache, and the rows held back: features, the tokens after them, how many are real.
+    # Set by `start`: streams to draw from, the draft's cache, and the rows held back: features, the tokens after them,
+    # how many are real.
+    _streams: list[torch.Generator]
     _cache: KVCache
     _features: Float[Tensor, "B T D"]
     _next: Int[Tensor, "B T"]
@@ -82,13 +89,15 @@ class Eagle(Proposer):
         capacity: int,
         generators: Sequence[torch.Generator],
     ) -> None:
+        self._streams = split(generators) if self._grow.draws else []
         scratch = sum(self._grow.widths) + self._grow.levels + 1
         self._cache = KVCache(self._draft.num_layers, len(prompt), capacity + scratch, prompt.device)
         self._await(self._source(out.taps), shift(prompt, 1), lengths)
 
     def propose(self, root: Int[Tensor, " B"]) -> Tree:
         carry, log_q = self._read(root)
-        growth = self._grow.begin()
+        draws = self._grow.draws
+        growth = self._grow.begin(Uniforms.draw(self._streams, draws, root.device) if draws else None)
         frontier = growth.expand(log_q)
         anchor = self._cache.lengths - 1
         written, level = 0, 0
