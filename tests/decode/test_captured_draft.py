@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle3_lab.captured import CudaRecord
 from eagle3_lab.costs import Laps, answer
+from eagle3_lab.decode.drawn import DrawnTree
 from eagle3_lab.decode.grow import Chain, DynamicTree, StaticTree
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.methods import DraftLM, Head, HeadTree
@@ -36,6 +37,7 @@ GROWS = {
     "chain": Chain(4),
     "static": StaticTree([[0], [1], [2], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 0, 0]]),
     "dynamic": DynamicTree(levels=4, width=3, budget=12),
+    "drawn": DrawnTree(StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]), SamplingLaw(0.9, top_k=40), 97),
 }
 ROUNDS = 14
 
@@ -82,7 +84,7 @@ def grown(eagle: Eagle, target: HFTarget, prompts: tuple[Tensor, Tensor], rounds
     """Trees round by round, while paths of all lengths are kept; the second row ends before the last two."""
     ids, lengths = prompts
     session = target.open(2, 300, eagle.needs | Needs(logits=True))
-    eagle.start(ids, lengths, session.prefill(ids, lengths), 300, [])
+    eagle.start(ids, lengths, session.prefill(ids, lengths), 300, [torch.Generator().manual_seed(b) for b in range(2)])
     root = ids[:, 3]
     for i in range(rounds):
         tree = eagle.propose(root)
@@ -105,6 +107,8 @@ def assert_alike(ours: Eagle, theirs: Eagle, target: HFTarget, prompts: tuple[Te
     for mine, other in zip(grown(ours, target, prompts), grown(theirs, target, prompts), strict=True):
         assert mine.tokens.tolist() == other.tokens.tolist()
         assert mine.parents.tolist() == other.parents.tolist()
+        if other.q is not None:
+            torch.testing.assert_close(mine.q, other.q, atol=1e-9, rtol=1e-9)
         assert ours.grown is not None and theirs.grown is not None
         if theirs.grown.scores is not None:
             torch.testing.assert_close(ours.grown.scores, theirs.grown.scores, atol=1e-9, rtol=1e-9)

@@ -16,6 +16,7 @@ from torch import nn
 from eagle3_lab.cache import KVCache
 from eagle3_lab.captured import CudaRecord, Record, Tape
 from eagle3_lab.decode.block import block
+from eagle3_lab.decode.drawn import DrawnTree
 from eagle3_lab.decode.grow import DynamicTree, McSim7b63
 from eagle3_lab.decode.growth import Grow
 from eagle3_lab.decode.law import SamplingLaw
@@ -24,7 +25,7 @@ from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.pld import PromptLookup
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.trie import cut, merge, root_only
-from eagle3_lab.decode.verify import ExactVerifier
+from eagle3_lab.decode.verify import ExactVerifier, Uniforms
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.target.adapter import HFTarget
@@ -85,6 +86,27 @@ def test_a_round_never_waits_for_the_device(device: str, drawn: bool, generators
             root_only(piece.verdict.bonus, grow.nodes)
         assert piece.tokens.shape == (batch, grow.nodes)
         assert device == "meta" or ((piece.emitted >= 1) & (piece.emitted <= 5)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", CUDA])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_drawing_a_tree_never_waits_for_the_device(device: str, replacement: bool) -> None:
+    batch, kept = 3, VOCAB - 7
+    streams = [torch.Generator().manual_seed(b) for b in range(batch)]
+    grow = DrawnTree(McSim7b63(), SamplingLaw(0.8, top_k=20, top_p=0.9, min_p=0.01), VOCAB, replacement)
+    root, vocab = torch.arange(batch, device=device), torch.arange(kept, device=device) + 7
+    log_q = torch.randn(batch, 4, kept, device=device).log_softmax(-1)
+    logits, ids = torch.randn(batch, grow.nodes, VOCAB, device=device), torch.full((batch, 9), -1, device=device)
+    for warm in (False, True):  # index tensors are made once
+        with no_waiting(device) if warm else nullcontext():
+            growth = grow.begin(Uniforms.draw(streams, grow.draws, root.device))
+            frontier = growth.expand(log_q[:, :1])
+            while frontier is not None:
+                frontier = growth.expand(log_q[:, : frontier.tokens.shape[1]])
+            tree = growth.finish().tree(root, vocab)
+            verdict = ExactVerifier()(SamplingLaw(1.0).probs(logits, ids, tree), tree, streams)
+        assert tree.q is not None and tree.q.shape == (batch, 26, VOCAB)
+        assert verdict.path.shape == (batch, 26)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", CUDA])

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Inputs, Record
+from eagle3_lab.decode.drawn import split
 from eagle3_lab.decode.grow import Grow
 from eagle3_lab.decode.growth import Grown, top
+from eagle3_lab.decode.verify import Uniforms
 from eagle3_lab.draft.cached import Cached
 from eagle3_lab.rows import shift
 from eagle3_lab.types import (
@@ -40,6 +42,9 @@ from eagle3_lab.types import (
 class Eagle(Proposer):
     """Grows a token tree with a draft head.
 
+    A tree that draws takes its randomness from streams split off each row's generator at the start, the same number a
+    round: what a row is offered depends on no other row.
+
     Args:
         source: turns the target's taps into features.
         draft: the head, built for this target; both in eval mode, on the target's device.
@@ -54,8 +59,9 @@ class Eagle(Proposer):
             than the draft's context is long.
     """
 
-    # Set by `start`: the draft's cache, what was recorded with it, and the rows held back: features, the tokens after
-    # them, how many are real, and how many at most, which the host knows.
+    # Set by `start`: streams to draw from, the draft's cache, what was recorded with it, and the rows held back:
+    # features, the tokens after them, how many are real, and how many at most, which the host knows.
+    _streams: list[torch.Generator]
     _cache: KVCache
     _graphs: Captured | None
     _features: Float[Tensor, "B T D"]
@@ -96,13 +102,14 @@ class Eagle(Proposer):
         capacity: int,
         generators: Sequence[torch.Generator],
     ) -> None:
+        self._streams = split(generators) if self._grow.draws else []
         scratch = sum(self._grow.widths) + self._grow.levels + 1
         self._cache, self._graphs = self._memory(len(prompt), capacity + scratch, prompt.device)
         self._await(self._source(out.taps), shift(prompt, 1), lengths, prompt.shape[1])
 
     @torch.inference_mode()
     def propose(self, root: Int[Tensor, " B"]) -> Tree:
-        held = root, self._features, self._next, self._count
+        held = root, self._features, self._next, self._count, self._uniforms(root)
         if self._graphs is None or self._next.shape[1] != self._longest:  # a prompt, of any width
             self.grown = self._round(self._cache, None, *held)
         else:
@@ -161,7 +168,13 @@ class Eagle(Proposer):
         cache.reset()
         return cache, graphs
 
-    def _replayed(self, graphs: Captured, held: tuple[Tensor, Tensor, Tensor, Tensor]) -> Grown:
+    def _uniforms(self, root: Int[Tensor, " B"]) -> Float[Tensor, "B draws"]:
+        """A round's randomness, drawn before it: what is recorded draws nothing anew."""
+        if not self._grow.draws:
+            return root.new_empty(len(root), 0, dtype=torch.float64)
+        return Uniforms.draw(self._streams, self._grow.draws, root.device).uniforms
+
+    def _replayed(self, graphs: Captured, held: tuple[Tensor, ...]) -> Grown:
         """A round of the recorded width. Where its rows stand is an input: of the host's numbers a recorded forward
         keeps what they were, so all its reads span one view, which the longest path and every level fit in."""
         cache = self._cache
@@ -183,10 +196,11 @@ class Eagle(Proposer):
         features: Float[Tensor, "B T D"],
         following: Int[Tensor, "B T"],
         count: Int[Tensor, " B"],
+        uniforms: Float[Tensor, "B draws"],
     ) -> Grown:
         """Read and commit the rows held back, and grow a tree behind them."""
         carry, log_q = self._read(cache, view, root, features, following, count)
-        growth = self._grow.begin()
+        growth = self._grow.begin(Uniforms(uniforms))
         frontier = growth.expand(log_q)
         anchor = cache.lengths - 1
         written, level = 0, 0

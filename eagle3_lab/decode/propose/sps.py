@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3_lab.decode.drawn import require_draft_law, split
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.trie import chain, root_only
+from eagle3_lab.decode.trie import chain
 from eagle3_lab.decode.verify import Uniforms, inverse_cdf
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Proposer, Session, TargetOut, Tree, Verdict
@@ -104,8 +105,7 @@ class SpeculativeSampling(Proposer):
         lengths: Lengths,
         law: SamplingLaw,
     ) -> None:
-        if law.repetition_penalty != 1.0:
-            raise ValueError(f"law.repetition_penalty must be 1 for a draft, got {law.repetition_penalty}")
+        require_draft_law(law)
         if lengths.most + 1 > max_positions:
             raise ValueError(f"the longest chain must fit the draft's context {max_positions}, got {lengths.most}")
         self.nodes = lengths.most + 1
@@ -148,7 +148,7 @@ class SpeculativeSampling(Proposer):
             if uniforms is None:
                 text.append(logits.argmax(-1))
             else:
-                laws.append(self._law.probs(logits[:, None], root.new_empty(len(root), 0), root_only(root, 1))[:, 0])
+                laws.append(self._law.filtered(logits[:, None])[:, 0])
                 text.append(inverse_cdf(laws[-1], uniforms[:, i]))
         drafts = root.new_zeros(len(root), self.nodes)
         drafts[:, : len(text) - 1] = torch.stack(text[1:], dim=1)
@@ -196,13 +196,3 @@ class SpeculativeSampling(Proposer):
         q = laws[0].new_zeros(len(laws[0]), self.nodes, self._target_vocab)
         q[:, : len(laws), : self._shared] = torch.stack(laws, dim=1)
         return q
-
-
-def split(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    """One new stream a row, seeded by what the row's generator would draw next; that generator is left as it was."""
-    seeds = []
-    for generator in generators:
-        ahead = torch.Generator(generator.device)
-        ahead.set_state(generator.get_state())
-        seeds.append(torch.randint(2**63 - 1, (1,), generator=ahead, device=generator.device))
-    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
