@@ -15,7 +15,7 @@ from test_captured import Counted
 from torch import Tensor
 
 from eagle3_lab.captured import CudaRecord
-from eagle3_lab.costs import Laps, answer
+from eagle3_lab.costs import Laps, answer, level_step
 from eagle3_lab.decode.drawn import DrawnTree
 from eagle3_lab.decode.grow import Chain, DynamicTree, StaticTree
 from eagle3_lab.decode.law import SamplingLaw
@@ -133,6 +133,17 @@ def test_a_recorded_round_grows_the_tree_that_a_plain_one_grows(kind: str, shape
     for seed in range(2):
         assert_alike(ours, plain, target, prompts_of(device, seed))
         assert record.recorded == 2
+
+
+@pytest.mark.parametrize("kind", heads())
+def test_a_level_of_every_head_can_be_timed(kind: str) -> None:
+    target, record = on("cpu")
+    source, draft = head_for(target, kind)
+    for how in (None, record):
+        step = level_step(target, Eagle(source, draft, Chain(4), target.spec.layers, record=how), [5, 6, 7])
+        for width in (1, 4, 1):
+            step(width)
+    assert record.recorded == 2  # one of each width
 
 
 def test_a_head_learns_on_in_place_and_its_recordings_with_it() -> None:

@@ -68,6 +68,7 @@ class Eagle(Proposer):
     _next: Int[Tensor, "B T"]
     _count: Int[Tensor, " B"]
     _most: int
+    _behind_root: Carry | None  # where levels are timed
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Eagle(Proposer):
     ) -> None:
         self._streams = split(generators) if self._grow.draws else []
         scratch = sum(self._grow.widths) + self._grow.levels + 1
+        self._behind_root = None
         self._cache, self._graphs = self._memory(len(prompt), capacity + scratch, prompt.device)
         self._await(self._source(out.taps), shift(prompt, 1), lengths, prompt.shape[1])
 
@@ -130,24 +132,32 @@ class Eagle(Proposer):
     @torch.inference_mode()
     def draft_once(self, width: int) -> None:
         """The work of one level of ``width`` rows below the root, thrown away: what a level costs, after `start`."""
-        cache = self._cache
-        view = cache.view(width)
+        cache, view = self._cache, self._cache.view(width)
+        if self._behind_root is None:  # what a level continues, by the first call
+            self._behind_root = self._level(cache, view, self._draft.start(self._features[:, :1]), 0, 1)[0]
+        carry = self._behind_root
 
         def level(inputs: Inputs) -> tuple[Tensor, Tensor]:
-            lengths, features = inputs
-            vocab = self._draft.vocab
-            ids = vocab[torch.arange(width, device=vocab.device)].expand(len(lengths), -1)
-            itself = torch.eye(width, dtype=torch.bool, device=vocab.device).expand(len(ids), -1, -1)
-            rows = Rows(position=lengths[:, None].expand(-1, width), visible=itself)
-            carry = _pick(self._draft.start(features), torch.zeros_like(ids))
-            context = Cached(cache.behind(lengths), view=view)
-            return top(self._log_q(self._draft.step(carry, ids, rows, 1, context), 1), width)
+            lengths, *parts = inputs
+            continued = tuple(parts) if isinstance(carry, tuple) else parts[0]
+            return self._level(cache.behind(lengths), view, continued, 1, width)[1]
 
-        inputs = cache.lengths, self._features[:, :1]
+        inputs = cache.lengths, *(carry if isinstance(carry, tuple) else (carry,))
         if self._graphs is None:
             level(inputs)
         else:
             self._graphs.run(("level", width, view), level, inputs)
+
+    def _level(
+        self, cache: KVCache, view: int, carry: Carry, s: int, width: int
+    ) -> tuple[Carry, tuple[Tensor, Tensor]]:
+        """Rows of step ``s`` that all continue the carry's first row and see themselves alone: carry, best tokens."""
+        vocab = self._draft.vocab
+        ids = vocab[torch.arange(width, device=vocab.device)].expand(cache.batch, -1)
+        itself = torch.eye(width, dtype=torch.bool, device=vocab.device).expand(len(ids), -1, -1)
+        rows = Rows(position=cache.lengths[:, None].expand(-1, width), visible=itself)
+        out = self._draft.step(_pick(carry, torch.zeros_like(ids)), ids, rows, s, Cached(cache, view=view))
+        return out.carry, top(self._log_q(out, s), width)
 
     # ---- a round, as it is run and as it is replayed
 
