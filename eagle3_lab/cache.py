@@ -8,6 +8,8 @@ bucket, so that few shapes occur.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -15,6 +17,11 @@ from torch import Tensor
 from eagle3_lab.types import PADDING
 
 BUCKET = 128
+
+
+def few_sizes(capacity: int) -> int:
+    """The next power of two, a bucket at least: so few sizes that what was recorded with a cache is found again."""
+    return max(1 << (capacity - 1).bit_length(), BUCKET)
 
 
 class KVCache:
@@ -118,6 +125,13 @@ class KVCache:
             keys[row, :, into] = keys[row, :, out]  # the right side is gathered before the write
             values[row, :, into] = values[row, :, out]
         self.advance(count, bound=steps)
+
+    def behind(self, lengths: Int[Tensor, " B"]) -> KVCache:
+        """This very memory behind other lengths, none above ``bound``. What is committed there only the copy knows of:
+        for forwards that are recorded, and repeated behind lengths of which Python is not told."""
+        other = copy.copy(self)
+        other.lengths = lengths
+        return other
 
     def adopt(self, row: int, other: KVCache, source: int = 0) -> None:
         """Replace one row by the committed tokens of another cache's row ``source``."""

@@ -407,9 +407,11 @@ class Law(ABC):
 
 
 class Verifier(ABC):
-    """Judges a tree against p. ``lossless`` False must be shown wherever its numbers are shown."""
+    """Judges a tree against p. ``lossless`` False must be shown wherever its numbers are shown. ``judges_drawn``: it
+    takes trees with a law q too."""
 
     lossless: bool = True
+    judges_drawn: bool = True
 
     @abstractmethod
     def __call__(self, p: Float[Tensor, "B N V"], tree: Tree, generators: Sequence[torch.Generator]) -> Verdict:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3_lab.cache import BUCKET, KVCache
+from eagle3_lab.cache import BUCKET, KVCache, few_sizes
 from eagle3_lab.types import PADDING
 
 LAYERS, HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 2, 3, 2
@@ -239,3 +239,19 @@ def test_random_operations_leave_what_plain_lists_hold(seed: int) -> None:
         assert max(map(len, lists.rows)) <= cache.bound
     for row, tokens in enumerate(lists.rows):
         assert read(cache, row, len(tokens)) == tokens
+
+
+def test_a_copy_behind_other_lengths_writes_the_same_memory_and_keeps_its_commits_to_itself() -> None:
+    cache = KVCache(LAYERS, 1, 20)
+    write(cache, [[3, 4, 5]])
+    cache.advance(torch.tensor([3]))
+    other = cache.behind(torch.tensor([1]))
+    write(other, [[8]])
+    other.advance(torch.tensor([1]))
+    assert read(cache, 0, 3) == [3, 8, 5]
+    assert (cache.lengths.tolist(), other.lengths.tolist()) == ([3], [2])
+    assert cache.bound == 3
+
+
+def test_caches_have_few_sizes() -> None:
+    assert [few_sizes(n) for n in (1, BUCKET, BUCKET + 1, 300, 512)] == [BUCKET, BUCKET, 2 * BUCKET, 512, 512]

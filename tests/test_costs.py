@@ -6,6 +6,7 @@ import pytest
 import torch
 from random_targets import random_target
 
+from eagle3_lab.captured import Record, Tape
 from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, answer_seconds, between, curves
 from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.law import SamplingLaw
@@ -72,29 +73,30 @@ def test_every_size_is_measured_and_a_larger_one_costs_more_where_it_is_much_lar
     assert made.draft[1] > 0
 
 
-def test_timing_a_level_leaves_the_proposer_as_it_was() -> None:
+@pytest.mark.parametrize("record", [None, Tape()])
+def test_timing_a_level_leaves_the_proposer_as_it_was(record: Record | None) -> None:
     target = random_target()
-    eagle = headed(target)
+    eagle = headed(target, record)
     prompt, lengths = torch.tensor([PROMPT]), torch.tensor([len(PROMPT)])
     out = target.open(1, 20, eagle.needs).prefill(prompt, lengths)
     trees = []
     for extra in (False, True):
         eagle.start(prompt, lengths, out, 40, [])
         eagle.propose(prompt[:, -1])
-        if extra:
+        for _ in range(2 * extra):
             eagle.draft_once(4)
         eagle._await(*held(eagle))
         trees.append(eagle.propose(prompt[:, 0]))
     assert trees[0].tokens.equal(trees[1].tokens)
 
 
-def held(eagle: Eagle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return eagle._features[:, :1], eagle._next[:, :1], torch.ones(1, dtype=torch.long)
+def held(eagle: Eagle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    return eagle._features[:, :1], eagle._next[:, :1], torch.ones(1, dtype=torch.long), 1
 
 
-def headed(target: HFTarget) -> Eagle:
+def headed(target: HFTarget, record: Record | None = None) -> Eagle:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         source, draft = FusedFeature(), Eagle3()
         draft.build(target, source.build(target), torch.arange(90))
-    return Eagle(source.double(), draft.double(), Chain(3), target.spec.layers)
+    return Eagle(source.double(), draft.double(), Chain(3), target.spec.layers, record=record)

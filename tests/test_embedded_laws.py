@@ -20,6 +20,7 @@ from eagle3_lab.data import packaged
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, read_conversations
 from eagle3_lab.data.held_out import candidates
+from eagle3_lab.decode.drawn import DrawnTree
 from eagle3_lab.decode.grow import Chain, DynamicTree, Grow, McSim7b63
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
@@ -201,6 +202,18 @@ def test_a_head_that_is_often_right_says_what_vanilla_says(
     tally = check_float32(embedded, made, plain, GROWS[grow].nodes, f"trained {grow}")
     lengths = {r.accepted for r in tally.rounds}
     assert min(lengths) == 0 and max(lengths) >= 3 and len(lengths) >= 4, "runs of all lengths were to be accepted"
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_drawn_drafts_say_what_vanilla_says(
+    replacement: bool, embedded: HFTarget, plain: list[Run], trained: DraftModule
+) -> None:
+    grow = DrawnTree(McSim7b63(), SamplingLaw(0.7), embedded.spec.vocab, replacement)
+    proposer = Eagle(trained.source, trained.draft, grow, embedded.spec.layers)
+    some = plain[:2]
+    made = [run(embedded, proposer, expected.prompt) for expected in some]
+    tally = check_float32(embedded, made, some, grow.nodes, f"drawn, replacement {replacement}")
+    assert {r.accepted for r in tally.rounds} >= {0, 1, 2}
 
 
 def test_right_drafts_among_wrong_siblings_say_what_vanilla_says(embedded: HFTarget, plain: list[Run]) -> None:

@@ -115,7 +115,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[
         checkpoint.restore(found, target, module.source, module.draft)
         said = str(found)
     module = module.to(target.device).eval()
-    return Head(module.source, module.draft), said
+    return Head(module.source, module.draft, target.record), said
 
 
 def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | None, count: int) -> list[list[int]]:

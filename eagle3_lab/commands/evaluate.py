@@ -50,7 +50,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     if experiment.data is not None:
         data = inputs.build_data(experiment, target, answer=experiment.model is not None)
     path, module = _trained(experiment, target, data, checkpoint_path)
-    head = None if module is None else Head(module.source, module.draft)
+    head = None if module is None else Head(module.source, module.draft, target.record)
     assert experiment.evaluate is not None
     heads = gather(head, experiment.evaluate.methods, experiment, target)
     stages.check_evaluation(experiment, target, data, heads)

@@ -143,7 +143,7 @@ def closed(
 
 def _heads(experiment: Experiment, target: HFTarget, module: DraftModule) -> Heads:
     methods = {} if experiment.evaluate is None else experiment.evaluate.methods
-    return gather(Head(module.source, module.draft), methods, experiment, target)
+    return gather(Head(module.source, module.draft, target.record), methods, experiment, target)
 
 
 def log_setting(experiment: Experiment, data: ConversationData | None, run: Run) -> None:

@@ -227,7 +227,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
         checkpoint.restore(path, target, source, draft)
     else:
         official.load(official.read(public), target, source, draft)
-    return Head(source.to(target.device).eval(), draft.to(target.device).eval())
+    return Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)
 
 
 def _no_head(where: Path) -> UserError:

@@ -19,137 +19,87 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle3_lab.captured import Record
+from eagle3_lab.commands.gpu_bench import TINY, Bench, Sizes
 from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, curves
-from eagle3_lab.decode.grow import DynamicTree
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
-from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.draft.terms import SoftCE
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import describe
-from eagle3_lab.types import Batch, Needs
+from eagle3_lab.types import Batch, Decoded, Needs, Proposer
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 LIMIT_S = 480.0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is built and measured. The defaults are Llama-3.1-8B's and EAGLE-3's own."""
-
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-    hidden: int = 4096
-    intermediate: int = 14336
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    vocab: int = 128256
-    draft_vocab: int = 32000
-    tree: tuple[int, int, int] = (8, 10, 60)  # levels, width, budget
-    nodes: tuple[int, ...] = (1, 8, 26, 60)
-    widths: tuple[int, ...] = (1, 10)
-    context: int = 512
-    tokens: int = 128
-    rounds: int = 8
-    repeats: int = 3
-    rows: int = 2048  # of one training batch
-    depth: int = 7
-    steps: int = 5
-
-
-TINY = Sizes("cpu", torch.float32, 32, 48, 8, 4, 2, 97, 64, (3, 2, 6), (1, 6), (1, 2), 12, 8, 3, 1, 48, 3, 2)
-
-
-class Bench:
-    """The target and the head under test, made once."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.device = torch.device(sizes.device)
-        torch.manual_seed(0)
-        self.model = self._model()
-        self.target = self.wrapped(capture=False)
-        self.source, self.draft = FusedFeature(), Eagle3()
-        width = self.source.build(self.target)
-        kept = torch.arange(sizes.draft_vocab, device=self.device) * (sizes.vocab // sizes.draft_vocab)
-        self.draft.build(self.target, width, kept)
-        nn.Module.to(self.source, self.device)
-        nn.Module.to(self.draft, self.device)
-        self.ids = torch.randint(sizes.vocab, (sizes.context,), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def wrapped(self, *, capture: bool) -> HFTarget:
-        return HFTarget(self.model, None, describe(self.model, None, "random"), capture=capture)
-
-    def eagle(self) -> Eagle:
-        levels, width, budget = self.sizes.tree
-        return Eagle(self.source, self.draft, DynamicTree(levels, width, budget), self.sizes.layers)
-
-    def _model(self) -> LlamaForCausalLM:
-        s = self.sizes
-        config = LlamaConfig(
-            vocab_size=s.vocab,
-            hidden_size=s.hidden,
-            intermediate_size=s.intermediate,
-            num_hidden_layers=s.layers,
-            num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  taken among the keyword arguments
-        )
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(s.dtype)
-        try:
-            with torch.device(self.device):
-                return LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-
-
 Part = Callable[[Bench], dict[str, object]]
 
 
-def decoding(bench: Bench, *, capture: bool) -> dict[str, object]:
+def decoding(bench: Bench, record: Record | None = None) -> dict[str, object]:
     """Curves, and vanilla and a dynamic tree by the real loop. A random head's tau says nothing; its costs do."""
-    s = bench.sizes
-    target, eagle = bench.wrapped(capture=capture), bench.eagle()
-    draft_dtype = next(bench.draft.parameters()).dtype
-    bench.draft.to(s.dtype)
-    bench.source.to(s.dtype)
-    law = SamplingLaw()
-    meter = Meter(target, eagle, law, bench.ids, nodes=s.nodes, widths=s.widths, rounds=s.rounds)
-    made = curves(meter, s.repeats)
-    found: dict[str, object] = {"curves": asdict(made)}
-    for name, proposer in (("vanilla", Vanilla()), ("tree", eagle)):
-        clock = Laps(bench.device)
-        answer(target, proposer, law, bench.ids, s.tokens, clock)
-        decoded = answer(target, proposer, law, bench.ids, s.tokens, clock)
-        cycle = Cycle.of(clock.rounds[1:])
-        nodes = min(made.forward, key=lambda n: abs(n - proposer.nodes))
-        host = cycle.host + max(cycle.verify - made.forward[nodes], 0.0)
-        found[name] = {
-            "tokens": len(decoded.tokens),
-            "rounds": len(decoded.rounds),
-            "tokens_per_s": len(decoded.tokens) / sum(clock.seconds().values()),
-            "cycle": asdict(cycle),
-            "host_share": host / cycle.seconds,
-        }
-    bench.draft.to(draft_dtype)
-    bench.source.to(draft_dtype)
+    s, law = bench.sizes, SamplingLaw()
+    target, eagle = bench.wrapped(record), bench.eagle(record)
+    with bench.narrow():
+        meter = Meter(target, eagle, law, bench.ids, nodes=s.nodes, widths=s.widths, rounds=s.rounds)
+        made = curves(meter, s.repeats)
+        found: dict[str, object] = {"curves": asdict(made)}
+        for name, proposer in (("vanilla", Vanilla()), ("tree", eagle)):
+            decoded, clock = _answered(bench, target, proposer)
+            cycle = Cycle.of(clock.rounds[1:])
+            nodes = min(made.forward, key=lambda n: abs(n - proposer.nodes))
+            host = cycle.host + max(cycle.verify - made.forward[nodes], 0.0)
+            found[name] = {
+                "tokens": len(decoded.tokens),
+                "rounds": len(decoded.rounds),
+                "tokens_per_s": len(decoded.tokens) / sum(clock.seconds().values()),
+                "cycle": asdict(cycle),
+                "host_share": host / cycle.seconds,
+            }
     return found
+
+
+def graphs(bench: Bench) -> dict[str, object]:
+    """The tree with nothing recorded, with the target's forwards, and with the head's rounds too: tokens/s, a round's
+    parts, and how many tokens are the plain answer's before the first that is not. In a narrow dtype that may be a
+    near-tie: rows of other shapes are rounded otherwise."""
+    record = bench.record()
+    recorded = bench.wrapped(record)
+    kinds = {
+        "off": (bench.target, None),
+        "target": (recorded, None),
+        "target_and_draft": (recorded, record),
+    }
+    found: dict[str, object] = {"recorded_by": type(record).__name__}
+    plain: tuple[int, ...] = ()
+    with bench.narrow():
+        for name, (target, how) in kinds.items():
+            decoded, clock = _answered(bench, target, bench.eagle(how))
+            plain = plain or decoded.tokens
+            both = zip(plain, decoded.tokens, strict=True)
+            found[name] = {
+                "tokens": len(plain),
+                "alike": next((i for i, (a, b) in enumerate(both) if a != b), len(plain)),
+                "rounds": len(decoded.rounds),
+                "tokens_per_s": len(plain) / sum(clock.seconds().values()),
+                "cycle": asdict(Cycle.of(clock.rounds[1:])),
+            }
+    return found
+
+
+def _answered(bench: Bench, target: HFTarget, proposer: Proposer) -> tuple[Decoded, Laps]:
+    """An answer and its seconds, after one that warms up and records."""
+    clock = Laps(bench.device)
+    for _ in range(2):
+        decoded = answer(target, proposer, SamplingLaw(), bench.ids, bench.sizes.tokens, clock)
+    return decoded, clock
 
 
 def agreement(bench: Bench) -> dict[str, object]:
@@ -158,9 +108,8 @@ def agreement(bench: Bench) -> dict[str, object]:
     s = bench.sizes
     nodes = max(s.nodes)
     proposer = Idle(nodes, s.vocab)
-    kinds = {"one": (bench.target, 1), "many": (bench.target, nodes)}
-    if s.device == "cuda":
-        kinds["graph"] = (bench.wrapped(capture=True), nodes)
+    graph = bench.wrapped(bench.record())
+    kinds = {"one": (bench.target, 1), "many": (bench.target, nodes), "graph": (graph, nodes)}
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in kinds}
     for i in range(s.rounds):
         ids = torch.tensor([bench.ids[i:] + bench.ids[:i]], device=bench.device)
@@ -232,12 +181,12 @@ def run(sizes: Sizes, tests: bool, limit_s: float = LIMIT_S) -> dict[str, object
         found["tests"] = _part("tests", lambda: gpu_tests(limit_s / 3), sizes.device)
     bench = Bench(sizes)
     parts: dict[str, Part] = {
-        "decoding": lambda b: decoding(b, capture=False),
+        "decoding": decoding,
+        "graphs": graphs,
         "agreement": agreement,
         "training": training,
+        "decoding_captured": lambda b: decoding(b, b.record()),
     }
-    if sizes.device == "cuda":
-        parts["decoding_captured"] = lambda b: decoding(b, capture=True)
     for name, part in parts.items():
         if time.monotonic() - began > 0.8 * limit_s:
             found[name] = {"skipped": f"{time.monotonic() - began:.0f} s of {limit_s:.0f} were gone"}

@@ -70,7 +70,7 @@ def _named(name: str, experiment: Experiment, target: HFTarget, chain: list[Path
     assert trained.model is not None
     source, draft = trained.model.features, trained.model.draft
     checkpoint.restore(path, target, source, draft)
-    head = Head(source.to(target.device).eval(), draft.to(target.device).eval())
+    head = Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)
     return NamedHead(head, path, checkpoint.content_hash(path))
 
 

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle3_lab.decode.growth import Frontier, Grow, Grown, Growth, top
+from eagle3_lab.decode.growth import Choose, Drawable, Frontier, Grow, Grown, Growth, top
+from eagle3_lab.decode.verify import Chance
 
 # ------------------------------------------------------------------------------------------------------ static trees
 
@@ -28,15 +29,22 @@ class _Level:
     visible: Bool[Tensor, "F M"]
 
 
-class StaticTree(Grow):
+@dataclass(frozen=True)
+class _Plan:
+    """A static tree on one device: its levels, every node's parent, and the nodes that have children."""
+
+    levels: list[_Level]
+    parents: Int[Tensor, " N"]
+    inner: Int[Tensor, " I"]
+
+
+class StaticTree(Drawable):
     """A fixed shape: each choice is a path of sibling ranks below the root, ``[0, 2]`` being the third best child of
-    the best child. Nodes are ordered by level, then by path.
+    the best child (where children are drawn, the third drawn of the first). Nodes are ordered by level, then by path.
 
     Raises ValueError for no choices, an empty path, a negative rank, a repeated path, a path whose parent does not
     stand before it.
     """
-
-    drawable = True
 
     def __init__(self, choices: list[list[int]]) -> None:
         paths = [tuple(c) for c in choices]
@@ -56,29 +64,43 @@ class StaticTree(Grow):
         self._by_level = [[p for p in order if len(p) == n] for n in range(len(order[-1]) + 1)]
         inner = {path[:-1] for path in paths}
         self._frontiers = [[p for p in level if p in inner] for level in self._by_level]
-        self._plans: dict[torch.device, tuple[list[_Level], Tensor]] = {}
+        self._inner = [order.index(path) for front in self._frontiers for path in front]
+        self._plans: dict[torch.device, _Plan] = {}
         self.nodes = len(order)
         self.levels = len(self._by_level) - 1
         self.widths = tuple(len(front) for front in self._frontiers[1:-1])
+        self.ranks = tuple(max(path[-1] for path in level) + 1 for level in self._by_level[1:])
 
     def check(self, vocab: int) -> None:
-        ranks = max(path[-1] for level in self._by_level[1:] for path in level) + 1
-        if vocab < ranks:
-            raise ValueError(f"choices use {ranks} ranks, the draft vocabulary has {vocab} tokens")
+        if vocab < max(self.ranks):
+            raise ValueError(f"choices use {max(self.ranks)} ranks, the draft vocabulary has {vocab} tokens")
 
-    def begin(self) -> Growth:
-        return _StaticGrowth(self)
+    def choosing(self, choose: Choose) -> Growth:
+        return _StaticGrowth(self, choose)
 
-    def plan(self, device: torch.device) -> tuple[list[_Level], Int[Tensor, " N"]]:
-        """The index tensors of every level and all parents, made once per device."""
+    def require_drawable(self) -> Drawable:
+        for path in (path for level in self._by_level[1:] for path in level if path[-1]):
+            elder = (*path[:-1], path[-1] - 1)
+            if elder not in self._by_level[len(path)]:
+                raise ValueError(
+                    f"choices: {list(path)} stands without its sibling {list(elder)}; drawn siblings must all be judged"
+                )
+        return self
+
+    def inner(self, device: torch.device) -> Int[Tensor, " I"]:
+        return self.plan(device).inner
+
+    def plan(self, device: torch.device) -> _Plan:
+        """The index tensors, made once per device."""
         if device not in self._plans:
             levels = [self._level(n, device) for n in range(1, self.levels + 1)]
-            self._plans[device] = levels, torch.tensor(self._parents, device=device)
+            parents, inner = (torch.tensor(nodes, device=device) for nodes in (self._parents, self._inner))
+            self._plans[device] = _Plan(levels, parents, inner)
         return self._plans[device]
 
     def _level(self, n: int, device: torch.device) -> _Level:
         before, level, front = self._frontiers[n - 1], self._by_level[n], self._frontiers[n]
-        ranks = max(path[-1] for path in level) + 1
+        ranks = self.ranks[n - 1]
         rows = [path for frontier in self._frontiers[1 : n + 1] for path in frontier]
         sees = [[path[: len(row)] == row for row in rows] for path in front]
 
@@ -126,13 +148,13 @@ class McSim7b63(StaticTree):
 
 
 class _StaticGrowth(Growth):
-    def __init__(self, shape: StaticTree) -> None:
-        self.shape = shape
+    def __init__(self, shape: StaticTree, choose: Choose) -> None:
+        self.shape, self.choose = shape, choose
         self.tokens: list[Tensor] = []
 
     def expand(self, log_q: Float[Tensor, "B F Vd"]) -> Frontier | None:
-        level = self.shape.plan(log_q.device)[0][len(self.tokens)]
-        tokens = top(log_q, level.ranks)[1].flatten(1)[:, level.pick]
+        level = self.shape.plan(log_q.device).levels[len(self.tokens)]
+        tokens = self.choose(log_q, level.ranks).flatten(1)[:, level.pick]
         self.tokens.append(tokens)
         if len(self.tokens) == self.shape.levels:
             return None
@@ -141,7 +163,7 @@ class _StaticGrowth(Growth):
 
     def finish(self) -> Grown:
         tokens = torch.cat(self.tokens, dim=1)
-        parents = self.shape.plan(tokens.device)[1]
+        parents = self.shape.plan(tokens.device).parents
         return Grown(tokens, parents.expand(len(tokens), -1))
 
 
@@ -160,8 +182,6 @@ class DynamicTree(Grow):
     Source: SafeAILab/EAGLE cb7e084 eagle/model/cnets.py:669-823.
     """
 
-    drawable = False
-
     def __init__(self, levels: int, width: int, budget: int) -> None:
         if levels < 1:
             raise ValueError(f"levels must be >= 1, got {levels}")
@@ -178,7 +198,7 @@ class DynamicTree(Grow):
         if vocab < self.width:
             raise ValueError(f"width is {self.width}, the draft vocabulary has {vocab} tokens")
 
-    def begin(self) -> Growth:
+    def begin(self, chance: Chance | None = None) -> Growth:
         return _DynamicGrowth(self.levels, self.width, self.budget)
 
 

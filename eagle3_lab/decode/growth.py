@@ -10,20 +10,27 @@ A proposer drives it; rows are draft rows, tokens are draft ids:
     tree = growth.finish().tree(root, vocab)
 
 ``expand`` is called ``levels`` times, the draft is run ``levels - 1`` times below the root. Shapes depend on the
-configuration alone. ``log_q`` is a confidence, not a law: the draft's log-softmax at temperature 1, whatever the
-sampling options. Candidates are therefore fixed ones: trees carry no q.
+configuration alone. ``log_q`` is the draft's log-softmax at temperature 1, whatever the sampling options. Most growths
+take it for a confidence, not a law: they keep the best, so candidates are fixed ones and trees carry no q. A growth
+that draws (:mod:`eagle3_lab.decode.drawn`) takes it for the logits of its own law, and its trees carry that law.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle3_lab.decode.verify import Chance
 from eagle3_lab.types import Tree
+
+Choose = Callable[[Tensor, int], Tensor]
+"""From the frontier rows' log-probabilities [B, F, Vd] and a count of ranks, the children of each by rank, draft ids
+[B, F, ranks]."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +72,54 @@ class Growth(ABC):
 
 class Grow(ABC):
     """A shape of tree. ``nodes`` is N with the root; ``levels`` below the root; ``widths`` the rows the draft runs at
-    levels 1 .. levels-1. ``drawable``: whether children may be drawn from a law q and judged with it, i.e. whether no
-    drawn token is ever thrown away for its score."""
+    levels 1 .. levels-1. ``draws``: how often a tree asks its chance for a token, 0 where nothing is drawn."""
 
     nodes: int
     levels: int
     widths: tuple[int, ...]
-    drawable: bool
+    draws: int = 0
 
     @abstractmethod
     def check(self, vocab: int) -> None:
         """Raises ValueError if a draft vocabulary of ``vocab`` tokens is too small for this shape."""
 
     @abstractmethod
-    def begin(self) -> Growth:
-        """A new tree."""
+    def begin(self, chance: Chance | None = None) -> Growth:
+        """A new tree; ``chance`` where it draws."""
 
-    def require_drawable(self) -> None:
-        """Raises ValueError where drawn candidates (a tree with q) would bias the output."""
-        if not self.drawable:
-            raise ValueError(
-                f"{type(self).__name__} keeps nodes by score, so its candidates must be fixed: throwing drawn tokens "
-                "away biases the output; draw in a chain or a static tree"
-            )
+    def require_drawable(self) -> Drawable:
+        """This shape, if its children may be drawn from a law q and judged with it. Raises ValueError where that would
+        bias the output."""
+        raise ValueError(
+            f"{type(self).__name__} keeps nodes by score, so its candidates must be fixed: throwing drawn tokens "
+            "away biases the output; draw in a chain or a static tree"
+        )
+
+
+class Drawable(Grow):
+    """A shape in which a node stands or falls with the ranks on its path, so that nothing drawn is thrown away for its
+    token or its score. ``ranks``: how many children each frontier row is asked for, by level."""
+
+    ranks: tuple[int, ...]
+
+    def begin(self, chance: Chance | None = None) -> Growth:
+        return self.choosing(likeliest)
+
+    def require_drawable(self) -> Drawable:
+        return self
+
+    @abstractmethod
+    def choosing(self, choose: Choose) -> Growth:
+        """A new tree whose children are what ``choose`` says, by rank."""
+
+    @abstractmethod
+    def inner(self, device: torch.device) -> Int[Tensor, " I"]:
+        """The nodes that have children, the root first: whose rows ``expand`` is given, in that order."""
+
+
+def likeliest(log_q: Float[Tensor, "B F Vd"], ranks: int) -> Int[Tensor, "B F ranks"]:
+    """The best ``ranks`` tokens of every row, the best first."""
+    return top(log_q, ranks)[1]
 
 
 def top(scores: Float[Tensor, "*rows n"], k: int) -> tuple[Float[Tensor, "*rows k"], Int[Tensor, "*rows k"]]:

@@ -64,6 +64,14 @@ class SamplingLaw(Law):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1.0:
             logits = _penalise(logits, contexts(ids, tree, logits.shape[-1]), self.repetition_penalty)
+        return self.filtered(logits)
+
+    def filtered(self, logits: Float[Tensor, "B N V"]) -> Float[Tensor, "B N V"]:
+        """Temperature and filters alone, which need no context: all of :meth:`probs` where there is no penalty.
+
+        Log-probabilities are as good as logits: a number added to a whole row changes nothing.
+        """
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.temperature == 0:
             # argmax returns the first of several maxima: the tie rule of vanilla and of every tree alike.
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from eagle3_lab.captured import Record
+from eagle3_lab.decode.drawn import DrawnTree, require_drawn
 from eagle3_lab.decode.grow import Grow
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
@@ -31,10 +33,12 @@ from eagle3_lab.types import (
 
 @dataclass(frozen=True)
 class Head:
-    """A trained draft head and the source of its features, on the target's device."""
+    """A trained draft head and the source of its features, on the target's device. ``record``: the target's own, where
+    forwards are recorded."""
 
     source: FeatureSource
     draft: DraftModel
+    record: Record | None = None
 
 
 def named_head(name: str | None) -> str | None:
@@ -86,13 +90,30 @@ class HeadTree(Method):
         verifier: how the tree is judged; null: losslessly. Medusa's and Hydra's papers judge by `TypicalVerifier`.
         head: whose trained head it is: an experiment without its ending, such as ``experiments/eagle``; null: this
             experiment's own.
+        law: what a node's children are drawn from in a chain or a static tree, without penalties; null, or at
+            temperature 0: its likeliest tokens, not drawn. It may differ from the law that is measured under.
+        replacement: siblings are drawn from the whole law and may repeat; false: each without those before it.
+
+    Raises ValueError for a law that these parts cannot draw from, and ``replacement`` without one.
     """
 
     needs_head = True
 
-    def __init__(self, grow: Grow, verifier: Verifier | None = None, head: str | None = None) -> None:
+    def __init__(
+        self,
+        grow: Grow,
+        verifier: Verifier | None = None,
+        head: str | None = None,
+        law: SamplingLaw | None = None,
+        replacement: bool = False,
+    ) -> None:
         self.grow, self.head = grow, named_head(head)
         self.verifier = verifier or ExactVerifier()
+        self.law, self.replacement = law, replacement
+        if law is not None:
+            require_drawn(law, grow, self.verifier)
+        elif replacement:
+            raise ValueError("replacement says how siblings are drawn from law, and law is null")
 
     @property
     def levels(self) -> int:
@@ -105,7 +126,12 @@ class HeadTree(Method):
             raise ValueError(f"HeadTree reads features, and {type(head.draft).__name__} does not; use DraftLM")  # noqa: TRY004
         pack(head.source)
         pack(head.draft)
-        return Eagle(head.source, head.draft, self.grow, spec.layers, spec.max_positions)
+        return Eagle(head.source, head.draft, self._growing(spec.vocab), spec.layers, spec.max_positions, head.record)
+
+    def _growing(self, vocab: int) -> Grow:
+        if self.law is None or self.law.temperature == 0:
+            return self.grow
+        return DrawnTree(self.grow.require_drawable(), self.law, vocab, self.replacement)
 
 
 class PromptLookup(Method):
@@ -162,8 +188,8 @@ class DraftLM(Method):
     """A second language model drafts a chain (speculative sampling, SpS).
 
     Args:
-        target: the draft model, chosen like a target and loaded when it is asked to propose; its tokenizer's ids must
-            mean what the target's do. null: a language model that an experiment trained.
+        target: the draft model, chosen like a target (`capture` too) and loaded when it is asked to propose; its
+            tokenizer's ids must mean what the target's do. null: a language model that an experiment trained.
         head: which one: an experiment without its ending, such as ``experiments/sps``; null: this one.
         length: drafts in the first round.
         adaptive: two drafts more after a round that accepted all, one less after any other; false: always ``length``.

@@ -33,6 +33,7 @@ class TypicalVerifier(Verifier):
     """
 
     lossless = False
+    judges_drawn = False
 
     def __init__(self, epsilon: float = 0.09, alpha: float = 0.3) -> None:
         for name, value in (("epsilon", epsilon), ("alpha", alpha)):

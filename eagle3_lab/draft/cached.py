@@ -15,10 +15,11 @@ from eagle3_lab.types import Context, Rows
 
 
 class Cached(Context):
-    """Attention of rows written from scratch slot ``offset`` on. One object serves one forward of all layers."""
+    """Attention of rows written from scratch slot ``offset`` on, which read the first ``view`` slots (None: as few as
+    will do). One object serves one forward of all layers."""
 
-    def __init__(self, cache: KVCache, offset: int = 0) -> None:
-        self._cache, self._offset = cache, offset
+    def __init__(self, cache: KVCache, offset: int = 0, view: int | None = None) -> None:
+        self._cache, self._offset, self._view = cache, offset, view
         self._mask: Tensor | None = None
 
     def attend(
@@ -34,7 +35,7 @@ class Cached(Context):
         assert scratch == self._offset + count, "visible names every scratch row written so far"
         cache = self._cache
         cache.write(layer, k, v, cache.slots(count, self._offset))
-        view = cache.view(scratch)
+        view = cache.view(scratch) if self._view is None else self._view
         if self._mask is None:
             self._mask = cache.visible(rows.visible, view)[:, None]
         keys, values = cache.read(layer, view)

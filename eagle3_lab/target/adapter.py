@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from eagle3_lab.cache import BUCKET, KVCache
+from eagle3_lab.cache import KVCache, few_sizes
+from eagle3_lab.captured import Captured, Record
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.attention import use_grouped
-from eagle3_lab.target.captured import Captured, CudaRecord, Record
 from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import (
     PADDING,
@@ -52,11 +52,11 @@ class HFTarget(FrozenTarget):
         model: any causal LM with full attention, sliding windows included; put in eval mode, its parameters frozen.
         tokenizer: the tokenizer that goes with it; None where only tensors are asked for.
         spec: sizes and identity.
-        capture: replay scored trees as CUDA graphs, one a shape; sessions then share caches, one after another.
+        record: records scored trees, one a shape, to be replayed; sessions then share caches, one after another. Drafts
+            made for this target are recorded alike. None: every forward is run.
 
     Raises:
-        UserError: capturing on another device than CUDA; the model's attention, rope or signature cannot be decoded by
-            trees, by name of what is wrong.
+        UserError: the model's attention, rope or signature cannot be decoded by trees, by name of what is wrong.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HFTarget(FrozenTarget):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         spec: TargetSpec,
-        capture: bool = False,
+        record: Record | None = None,
     ) -> None:
         if reasons := refusals(model):
             raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
@@ -79,12 +79,8 @@ class HFTarget(FrozenTarget):
         self._scale, self._divisor, self._cap = map(said.get, names)
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._blocks = _blocks(model)
-        self._record: Record | None = None
+        self.record = record
         self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
-        if capture:
-            if self.device.type != "cuda":
-                raise UserError(f"target.capture: needs CUDA, the target is on {self.device}; false")
-            self._record = CudaRecord()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -195,13 +191,13 @@ class HFTarget(FrozenTarget):
     def open(self, batch: int, capacity: int, needs: Needs) -> HFSession:
         """A session for ``batch`` sequences of at most ``capacity`` positions, trees included."""
         needs = Needs(needs.layers, needs.top, logits=True)
-        if self._record is None:
+        if self.record is None:
             return HFSession(self, needs, _Memory(KVCache(self.spec.layers, batch, capacity, self.device)))
-        room = max(1 << (capacity - 1).bit_length(), BUCKET)  # few sizes, so that graphs are found again
+        room = few_sizes(capacity)
         free = self._free.setdefault((batch, room, needs), [])
         if not free:
             cache = KVCache(self.spec.layers, batch, room, self.device)
-            free.append(_Memory(cache, Captured(self._record)))
+            free.append(_Memory(cache, Captured(self.record, self.spec.name)))
         memory = free.pop()
         with torch.inference_mode():  # in which it was made
             memory.slots.cache.reset()

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from eagle3_lab import ranks
+from eagle3_lab.captured import CudaRecord
 from eagle3_lab.errors import UserError
 from eagle3_lab.packed import pack
 from eagle3_lab.paths import local_path
@@ -52,7 +53,7 @@ class TargetChoice:
         attention: transformers' attention implementation; families whose soft cap sdpa drops need ``eager``.
         pack: lay out the linear layers' weights beforehand where they are multiplied on a CPU, those that read the same
             rows as one; costs as much memory again as they take.
-        capture: replay scored trees as CUDA graphs; for CUDA alone.
+        capture: replay scored trees as CUDA graphs, and what the experiment's own drafts do in a round; for CUDA alone.
         wheel: a local copy of the embedded target's wheel, for machines without a package index.
         probe: compare tree scores with a plain run at load; leave it on.
         thinking: whether the chat template's generation prompt asks for reasoning, where it has that switch
@@ -128,7 +129,8 @@ class TargetChoice:
             model = _moved(model, self.device)
         if self.pack and pack(model) and self.device_map is None:
             join(model, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
-        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), self.capture)
+        record = CudaRecord(model.device) if self.capture else None
+        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), record)
         if self.probe:
             probe(target)
         return target

@@ -51,7 +51,7 @@ class Truncated(LanguageModel):
         self.model = _cut(target.model, target.blocks, count)
         wide = torch.promote_types(target.dtype, torch.float32)
         self._held = _own(self.model, wide, train_embedding)
-        self._run = HFTarget(self.model, target._tokenizer, self.spec)
+        self._run = HFTarget(self.model, target._tokenizer, self.spec, target.record)
         join(self.model, lambda: self.model(torch.zeros(1, 2, dtype=torch.long)))
         # The adapter freezes what it is given, for decoding; what is left as a parameter here is trained.
         self.model.requires_grad_(True).train()

@@ -26,15 +26,22 @@ def test_a_dry_run_passes_every_part_without_the_libraries_of_the_rest(tmp_path:
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(file.read_text())
-    assert {"machine", "decoding", "agreement", "training"} <= found.keys()
+    assert {"machine", "decoding", "decoding_captured", "graphs", "agreement", "training"} <= found.keys()
     assert not any("failed" in part for part in found.values() if isinstance(part, dict))
-    decoding = found["decoding"]
-    assert decoding["vanilla"]["tokens"] == decoding["tree"]["tokens"] == 8
-    assert decoding["vanilla"]["tokens_per_s"] > 0
-    assert decoding["curves"]["verify"].keys() == {"1", "6"}
-    assert decoding["curves"]["draft"].keys() == {"1", "2"}
-    assert 0 <= decoding["tree"]["host_share"] <= 1
-    assert found["agreement"]["many"]["largest_difference"] < 1e-4
+    for decoding in (found["decoding"], found["decoding_captured"]):
+        assert decoding["vanilla"]["tokens"] == decoding["tree"]["tokens"] == 8
+        assert decoding["vanilla"]["tokens_per_s"] > 0
+        assert decoding["curves"]["verify"].keys() == {"1", "6"}
+        assert decoding["curves"]["draft"].keys() == {"1", "2"}
+        assert 0 <= decoding["tree"]["host_share"] <= 1
+    graphs = found["graphs"]
+    assert graphs.pop("recorded_by") == "Tape"
+    assert graphs.keys() >= {"off", "target", "target_and_draft"}
+    for name in ("off", "target", "target_and_draft"):
+        assert graphs[name]["alike"] == graphs[name]["tokens"] == 8
+        assert graphs[name]["tokens_per_s"] > 0
+    for name in ("many", "graph"):
+        assert found["agreement"][name]["largest_difference"] < 1e-4
     first, *_, last = found["training"]["losses"]
     assert last < first
 

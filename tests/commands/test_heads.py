@@ -60,6 +60,23 @@ def test_a_named_head_answers_as_in_its_own_experiment(
     assert sum(here["chain"]["histogram"]) > 0
 
 
+def test_a_named_head_draws_where_it_is_told_to(headless: Bench, tmp_path: Path) -> None:
+    told = tmp_path / "table.json"
+    law = "{class_path: SamplingLaw, init_args: {temperature: 1.0}}"
+    ran = headless.run(
+        "evaluate",
+        "--json",
+        str(told),
+        "--evaluate.laws",
+        f"{{T0: SamplingLaw, T1: {law}}}",
+        "--evaluate.methods",
+        f"{{drawn: {{class_path: HeadTree, init_args: {{head: {named(headless)}, grow: McSim7b63, law: {law}}}}}}}",
+    )
+    assert (ran.code, ran.complaints) == (0, [])
+    rows = [row for row in json.loads(told.read_text())["methods"] if row["name"] == "drawn"]
+    assert len(rows) == 2 and all(sum(row["histogram"]) > 0 for row in rows)
+
+
 def named(bench: Bench) -> str:
     """What its methods call the head."""
     return bench.yaml.read_text().partition("head: ")[2].partition(",")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,11 @@ def packed(texts: list[tuple[list[int], tuple[int, ...]]]) -> Batch:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[HFTarget, DraftModule]:
+    return trained_head()
+
+
+@functools.cache
+def trained_head() -> tuple[HFTarget, DraftModule]:
     """A head that learned a little of the target's greedy answers, so that acceptance is neither 0 nor 1."""
     target = tiny_target()
     greedy = [(p, answer(target, Vanilla(), p, SamplingLaw()).tokens) for p in prompts(24)]

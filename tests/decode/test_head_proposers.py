@@ -27,12 +27,16 @@ HEADS = 4
 
 @pytest.fixture(scope="module", params=["medusa", "hydra", "hydra with a prefix layer"])
 def trained(request: pytest.FixtureRequest) -> tuple[HFTarget, DraftModule]:
+    return trained_heads(request.param)
+
+
+def trained_heads(kind: str) -> tuple[HFTarget, DraftModule]:
     """Heads trained a little on the target's greedy answers."""
     torch.manual_seed(0)
     target = tiny_target()
     greedy = [(p, answer(target, Vanilla(), p, SamplingLaw()).tokens) for p in prompts(24)]
     kinds: dict[str, DraftModel] = {"medusa": Medusa(HEADS), "hydra": Hydra(HEADS, num_layers=2)}
-    source, draft = TopFeature(), kinds.get(request.param, Hydra(HEADS, prefix=True))
+    source, draft = TopFeature(), kinds.get(kind, Hydra(HEADS, prefix=True))
     draft.build(target, source.build(target), torch.arange(VOCAB))
     loss = UnrolledLoss([TokenCE()], step_decay=1.0, mask="predicted")
     module = DraftModule(target, source, draft, Unroll(HEADS), loss, Optimization()).double()

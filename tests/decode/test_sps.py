@@ -15,10 +15,11 @@ from tiny import write_target
 from torch import Tensor
 
 from eagle3_lab.data.tasks import Task
+from eagle3_lab.decode.drawn import split
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import DraftLM, PromptLookup, Vanilla
-from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling, split
+from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError

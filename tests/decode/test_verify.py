@@ -123,25 +123,33 @@ def emitted_law(
 ) -> dict[Path, float]:
     """The exact law of the first depth + 1 tokens that the verifier leads to; shorter rounds go on as vanilla would.
     ``given`` are fixed candidates; None: they are drawn from q."""
-    nodes, vocab = len(shape.parents), p.vocab
     ways = [((0, *given), 1.0)] if given is not None else drafts(shape, q, replacement)
-    if given is not None:
-        picks = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
+    q_rows = None
+    if given is None:
+        q_rows = torch.stack([torch.stack([q(path) for path in shape.paths(way)]) for way, _ in ways])
+    tokens, weights = torch.tensor([way for way, _ in ways]), torch.tensor([w for _, w in ways], dtype=torch.float64)
+    return judged_law(shape.tree(tokens, q_rows, replacement), weights, p)
+
+
+def judged_law(tree: Tree, weights: Tensor, p: PathLaw) -> dict[Path, float]:
+    """The same for trees of one shape, one a row, each proposed with its weight."""
+    shape = Shape(tree.parents[0].tolist(), tree.candidate[0].tolist())
+    nodes, ways = len(shape.parents), len(weights)
+    if tree.q is None:
+        picks = torch.tensor(list(itertools.product(range(p.vocab), repeat=nodes)))
         bits = torch.zeros(len(picks), 0, dtype=torch.bool)
     else:
-        outcomes = itertools.product(*[(False, True)] * (nodes - 1), range(vocab))
+        outcomes = itertools.product(*[(False, True)] * (nodes - 1), range(p.vocab))
         table = torch.tensor([list(map(int, outcome)) for outcome in outcomes])
         bits, picks = table[:, :-1].bool(), table[:, -1]
     branches = len(picks)
-    tokens = torch.tensor([way for way, _ in ways]).repeat_interleave(branches, 0)
-    paths = [shape.paths(way) for way, _ in ways]
+    tokens = tree.tokens.repeat_interleave(branches, 0)
+    paths = [shape.paths(way) for way in tree.tokens.tolist()]
     p_rows = torch.stack([torch.stack([p(path) for path in row]) for row in paths]).repeat_interleave(branches, 0)
-    q_rows = None
-    if given is None:
-        q_rows = torch.stack([torch.stack([q(path) for path in row]) for row in paths]).repeat_interleave(branches, 0)
-    chance = Branches(bits.repeat(len(ways), 1), picks.repeat(len(ways), *[1] * (picks.dim() - 1)))
-    verdict = judge(p_rows, shape.tree(tokens, q_rows, replacement), chance)
-    weight = chance.weight * torch.tensor([w for _, w in ways], dtype=torch.float64).repeat_interleave(branches)
+    q_rows = None if tree.q is None else tree.q.repeat_interleave(branches, 0)
+    chance = Branches(bits.repeat(ways, 1), picks.repeat(ways, *[1] * (picks.dim() - 1)))
+    verdict = judge(p_rows, shape.tree(tokens, q_rows, tree.replacement), chance)
+    weight = chance.weight * weights.repeat_interleave(branches)
 
     came: dict[Path, float] = {}
     walked = tokens.gather(1, verdict.path.clamp(min=0))

@@ -231,3 +231,8 @@ def test_a_device_that_is_not_there_is_one_line(folder: Path) -> None:
     said = one_line(TargetChoice(str(folder), device="cuda:99"))
     assert said.startswith("target.device: 'cuda:99' cannot be used (")
     assert one_line(TargetChoice(str(folder), device="gpu")).startswith("target.device: 'gpu' cannot be used (")
+
+
+def test_capturing_on_a_cpu_is_one_line(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^target\.capture: needs CUDA, the target is on cpu; false$"):
+        TargetChoice(str(folder), device="cpu", capture=True).load()

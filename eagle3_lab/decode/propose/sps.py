@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3_lab.decode.drawn import require_draft_law, split
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.trie import chain, root_only
+from eagle3_lab.decode.trie import chain
 from eagle3_lab.decode.verify import Uniforms, inverse_cdf
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Proposer, Session, TargetOut, Tree, Verdict
@@ -88,7 +89,7 @@ class SpeculativeSampling(Proposer):
         ValueError: a law with a repetition penalty, or chains that the draft's context cannot hold.
     """
 
-    _session: Session
+    _opened: Session | None = None
     _generators: list[torch.Generator]
     _before: Int[Tensor, " B"]  # the token before the root
     _length: Int[Tensor, " B"]  # drafts of the next round
@@ -104,8 +105,7 @@ class SpeculativeSampling(Proposer):
         lengths: Lengths,
         law: SamplingLaw,
     ) -> None:
-        if law.repetition_penalty != 1.0:
-            raise ValueError(f"law.repetition_penalty must be 1 for a draft, got {law.repetition_penalty}")
+        require_draft_law(law)
         if lengths.most + 1 > max_positions:
             raise ValueError(f"the longest chain must fit the draft's context {max_positions}, got {lengths.most}")
         self.nodes = lengths.most + 1
@@ -128,7 +128,8 @@ class SpeculativeSampling(Proposer):
         self._length = torch.full_like(lengths, self._lengths.length)
         self._bound = self._lengths.length
         self._before = prompt.gather(1, lengths[:, None] - 1)[:, 0]
-        self._session = self._open(len(prompt), capacity)
+        self._opened = None  # first, so that its memory, and what was recorded with it, serves the next one
+        self._opened = self._open(len(prompt), capacity)
         read = (lengths - 1).clamp(max=self._room)
         self._session.prefill(self._known(prompt[:, : self._room + 1]), read)
         if self._session.lengths.device != prompt.device:
@@ -147,7 +148,7 @@ class SpeculativeSampling(Proposer):
             if uniforms is None:
                 text.append(logits.argmax(-1))
             else:
-                laws.append(self._law.probs(logits[:, None], root.new_empty(len(root), 0), root_only(root, 1))[:, 0])
+                laws.append(self._law.filtered(logits[:, None])[:, 0])
                 text.append(inverse_cdf(laws[-1], uniforms[:, i]))
         drafts = root.new_zeros(len(root), self.nodes)
         drafts[:, : len(text) - 1] = torch.stack(text[1:], dim=1)
@@ -165,6 +166,11 @@ class SpeculativeSampling(Proposer):
         self._session.commit(Verdict(path, torch.where(fits[:, 0], verdict.length, -1), verdict.bonus))
         self._length = self._lengths.after(self._length, verdict.length)
         self._bound = self._lengths.bound_after(self._bound, kept.shape[1] - 1, len(kept))
+
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None, "start comes first"
+        return self._opened
 
     @property
     def _room(self) -> int:
@@ -190,13 +196,3 @@ class SpeculativeSampling(Proposer):
         q = laws[0].new_zeros(len(laws[0]), self.nodes, self._target_vocab)
         q[:, : len(laws), : self._shared] = torch.stack(laws, dim=1)
         return q
-
-
-def split(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    """One new stream a row, seeded by what the row's generator would draw next; that generator is left as it was."""
-    seeds = []
-    for generator in generators:
-        ahead = torch.Generator(generator.device)
-        ahead.set_state(generator.get_state())
-        seeds.append(torch.randint(2**63 - 1, (1,), generator=ahead, device=generator.device))
-    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
