@@ -20,6 +20,7 @@ from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 
 WAVES = 4  # prompts of a batch, per row: as one row's answer ends, the next prompt takes its place
+TOO_LONG = "longer than the target reads"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def converse(
         ids = [chat.prompt_ids(one.messages) for one in going]
         for one, prompt in zip(going, ids, strict=True):
             if not room.fits(prompt):
-                one.stop("longer than the target reads")
+                one.stop(TOO_LONG)
         fitting = [i for i, one in enumerate(going) if not one.stopped]
         fitting.sort(key=lambda i: (len(ids[i]), going[i].number))
         for number, batch in enumerate(_batches(fitting, ids, room)):

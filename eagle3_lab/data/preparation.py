@@ -18,7 +18,7 @@ import torch
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Report, usable_beginning
-from eagle3_lab.data.dialogue import Answerer, ByTarget, Dialogue, Room, converse, reasons
+from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, reasons
 from eagle3_lab.data.journal import Journal, journal
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised
 from eagle3_lab.data.prepared import answered, as_they_stand, manifest_of, put, tallies
@@ -177,7 +177,8 @@ class Preparation:
                 records += as_they_stand(talks, drawn)
             answers = _answer_report(dialogues if self.regenerate else held, len(records))
             if not records:
-                raise UserError(f"prepare: no conversation was answered ({answers}); other prompts are needed")
+                shorter = ", or a smaller prepare.sampling.max_new_tokens," if TOO_LONG in answers.dropped else ""
+                raise UserError(f"prepare: no conversation was answered ({answers}); other prompts{shorter} are needed")
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             manifest = self._manifest(target, chat, records, text, [report, answers])
             put(manifest_of(place), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
