@@ -32,6 +32,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "bench_train",
         "time a training step, and a rival's beside it",
     ),
+    "bench prepare": (
+        "eagle3_lab.commands.bench_prepare",
+        "bench_prepare",
+        "time the target's answers, and transformers' batched generate beside them",
+    ),
     "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb is used."""

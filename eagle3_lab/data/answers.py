@@ -1,7 +1,7 @@
 """Fresh answers of the target, made once and kept: part of an experiment's training text.
 
 The file is keyed by everything that decides its content (target, template, prompts, sampling), written turn by turn,
-and goes on where a killed run left it.
+and goes on where a killed run left it: what was answered is kept, the rest comes out as it would have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.records import file_hash
-from eagle3_lab.data.regenerate import answers
+from eagle3_lab.data.regenerate import ARITHMETIC, answers
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
@@ -59,7 +59,7 @@ class Answers:
     def key(self, target: HFTarget, chat: Chat) -> str:
         """Identity of the answers: the same key, the same file."""
         spec = target.spec
-        parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype)]
+        parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype), str(ARITHMETIC)]
         parts.append(json.dumps(asdict(self) | {"prompts": file_hash(self.prompts)}, sort_keys=True))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -95,18 +95,21 @@ class Answers:
             max_new_tokens=self.max_new_tokens,
             rows=self.rows,
             seed=self.seed,
-            skip={i for i, question in enumerate(questions) if question.id in known},
+            known={i: known[question.id]["tokens"] for i, question in enumerate(questions) if question.id in known},
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with unfinished.open("a", encoding="utf-8") as file:
                 for answer in made:
                     record = _record(questions[answer.index], answer.tokens, answer.cut, self.temperature, target)
+                    record["tokens"] = len(answer.tokens)  # in the unfinished file alone
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     file.flush()
                     on_answer(len(answer.tokens))
             whole = _finished(unfinished)
             ordered = [whole[q.id] for q in questions]
+            for record in ordered:
+                del record["tokens"]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
             temporary = place.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_text(text, encoding="utf-8")

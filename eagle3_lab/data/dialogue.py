@@ -1,15 +1,16 @@
 """Conversations answered turn by turn, in batches that never change: killed anywhere, the same file comes out.
 
-A batch is fixed by what was said before it: the prompts of one turn in order of length, as many as fit. What the target
-writes depends, in the last bits, on which prompts stand beside each other; so a batch that a kill left unfinished is
-answered again as a whole, and a finished one is read from the journal. Who answers is another part's business.
+A batch is fixed by what was said before it: the prompts of one turn in order of length, as many as fit. Every answer is
+written down as it ends, and never made again. What the target writes depends, in the last bits, on the shapes of the
+forwards that write it; so a batch that a kill left unfinished goes on with the same prompts in the same rows, the ones
+already answered holding theirs. Who answers is another part's business.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eagle3_lab.data.chat import Chat, Message
@@ -19,6 +20,7 @@ from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 
 WAVES = 4  # prompts of a batch, per row: as one row's answer ends, the next prompt takes its place
+TOO_LONG = "longer than the target reads"
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,16 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], turn: int, rows: int, room: Room
-    ) -> list[Said]:
-        """One answer a prompt, in their order. ``numbers``: of the prompts' conversations, for their seeds.
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        turn: int,
+        rows: int,
+        room: Room,
+        known: Mapping[int, Said],
+    ) -> Iterator[tuple[int, Said]]:
+        """One answer a prompt, with the prompt's index, as each ends; none where one is ``known`` by the same index.
+        ``numbers``: of the prompts' conversations, for their seeds.
 
         Raises:
             UserError: an answer that cannot be had.
@@ -115,10 +124,10 @@ def converse(
     room: Room,
     journal: Journal,
     name: str,
-    on_batch: Callable[[int, int], None],
+    on_answer: Callable[[int], None],
 ) -> None:
-    """Answer every question of every dialogue. ``name`` is the job's in the journal; ``on_batch`` is told answers and
-    tokens of each batch that is made now.
+    """Answer every question of every dialogue. ``name`` is the job's in the journal; ``on_answer`` is told how many
+    tokens each answer has that is made now.
 
     Raises:
         UserError: a template that cannot render a conversation, or an answer that cannot be had.
@@ -128,34 +137,22 @@ def converse(
         ids = [chat.prompt_ids(one.messages) for one in going]
         for one, prompt in zip(going, ids, strict=True):
             if not room.fits(prompt):
-                one.stop("longer than the target reads")
+                one.stop(TOO_LONG)
         fitting = [i for i, one in enumerate(going) if not one.stopped]
         fitting.sort(key=lambda i: (len(ids[i]), going[i].number))
         for number, batch in enumerate(_batches(fitting, ids, room)):
-            made = journal.step(
-                f"{name} {turn} {number}", _maker(answerer, [ids[i] for i in batch], going, batch, turn, room, on_batch)
-            )
-            for i, said in zip(batch, made, strict=True):
-                going[i].hear(Said(*said))
+            prompts, numbers = [ids[i] for i in batch], [going[i].number for i in batch]
+            names = [f"{name} {turn} {number} {place}" for place in range(len(batch))]
+            said = {place: Said(*found) for place, one in enumerate(names) if (found := journal.found(one))}
+            rows = room.rows_for(max(map(len, prompts)))
+            left = answerer.answer(prompts, numbers, turn, rows, room, dict(said)) if len(said) < len(batch) else ()
+            for place, one in left:
+                journal.put(names[place], [one.text, one.tokens, one.cut, one.exact, one.looping])
+                said[place] = one
+                on_answer(one.tokens)
+            for place, i in enumerate(batch):
+                going[i].hear(said[place])
         turn += 1
-
-
-def _maker(
-    answerer: Answerer,
-    prompts: list[list[int]],
-    going: Sequence[Dialogue],
-    batch: Sequence[int],
-    turn: int,
-    room: Room,
-    on_batch: Callable[[int, int], None],
-) -> Callable[[], list[list]]:
-    def make() -> list[list]:
-        rows = room.rows_for(max(map(len, prompts)))
-        made = answerer.answer(prompts, [going[i].number for i in batch], turn, rows, room)
-        on_batch(len(made), sum(said.tokens for said in made))
-        return [[said.text, said.tokens, said.cut, said.exact, said.looping] for said in made]
-
-    return make
 
 
 def _batches(order: Sequence[int], ids: Sequence[Sequence[int]], room: Room) -> list[list[int]]:
@@ -182,8 +179,14 @@ class ByTarget(Answerer):
         self.temperature, self.top_p, self.seed = temperature, top_p, seed
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], turn: int, rows: int, room: Room
-    ) -> list[Said]:
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        turn: int,
+        rows: int,
+        room: Room,
+        known: Mapping[int, Said],
+    ) -> Iterator[tuple[int, Said]]:
         made = answers(
             self.target,
             prompts,
@@ -193,8 +196,10 @@ class ByTarget(Answerer):
             rows=rows,
             seed=self.seed + turn,
             numbers=numbers,
+            known={i: said.tokens for i, said in known.items()},
         )
-        return [self._said(one.tokens, one.cut) for one in sorted(made, key=lambda one: one.index)]
+        for one in made:
+            yield one.index, self._said(one.tokens, one.cut)
 
     def _said(self, tokens: tuple[int, ...], cut: bool) -> Said:
         kept = list(tokens if cut else tokens[:-1])

@@ -1,13 +1,15 @@
 """What a long job has finished, step by step, on disk: killed at any moment, it goes on behind its last whole step.
 
-One JSON line a step, `{"step": NAME, "value": ...}`, flushed to the disk before the next one begins. A line that a kill
-or a power cut left unfinished is taken from the file; whoever asks for its step makes it again.
+One JSON line a step, `{"step": NAME, "value": ...}`, written before the next one begins, so that no kill takes it back;
+and flushed to the disk, once a second where steps follow each other fast, so that a power cut takes no more than that.
+A line that was left unfinished is taken from the file; whoever asks for its step makes it again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +22,15 @@ try:
 except ImportError:  # not on Windows: there, two jobs on one file are not noticed
     fcntl = None
 
+FLUSH_EVERY = 1.0  # seconds
+
 
 class Journal:
     """The steps that are finished, by name. Made by :func:`journal`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
+        self._flushed = time.monotonic()
         self._steps = _whole_lines(path)
         os.lseek(descriptor, 0, os.SEEK_END)
 
@@ -42,16 +47,36 @@ class Journal:
             UserError: the file cannot be written.
         """
         if name not in self._steps:
-            value = make()
-            line = (json.dumps({"step": name, "value": value}, ensure_ascii=False) + "\n").encode()
-            try:
-                while line:  # a write to a disk that is nearly full may take a part only
-                    line = line[os.write(self._descriptor, line) :]
-                os.fsync(self._descriptor)
-            except OSError as error:
-                raise _unwritable(self._path, error) from None
-            self._steps[name] = value
+            self.put(name, make())
+            self._flush()
         return self._steps[name]
+
+    def found(self, name: str) -> Any:  # noqa: ANN401
+        """The value of a finished step; None where it is not finished."""
+        return self._steps.get(name)
+
+    def put(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """Write down a step's value, which is not None.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        line = (json.dumps({"step": name, "value": value}, ensure_ascii=False) + "\n").encode()
+        try:
+            while line:  # a write to a disk that is nearly full may take a part only
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+        self._steps[name] = value
+        if time.monotonic() - self._flushed > FLUSH_EVERY:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+        self._flushed = time.monotonic()
 
 
 @contextmanager

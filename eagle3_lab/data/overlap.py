@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.tasks import HELD_OUT, Task
@@ -75,15 +75,14 @@ def measured_on(tasks: Iterable[Task]) -> Overlap:
     return Overlap((task.name, turn) for task in named for prompt in task.prompts() for turn in prompt.turns)
 
 
-def unmeasured(conversations: Sequence[Conversation], overlap: Overlap, report: Report) -> list[Conversation]:
-    """Those whose user turns overlap with no evaluation prompt; the others are counted by set."""
-    kept: list[Conversation] = []
+def unmeasured(conversations: Iterable[Conversation], overlap: Overlap, report: Report) -> Iterator[Conversation]:
+    """Those whose user turns overlap with no evaluation prompt; the others are counted by set. One by one, so that
+    whoever takes them can show how far it is."""
     for one in conversations:
         if found := overlap(turn["content"] for turn in one.messages if turn["role"] == "user"):
             report.dropped[f"overlaps with {found}"] += 1
         else:
-            kept.append(one)
-    return kept
+            yield one
 
 
 def _grams(words: list[str], size: int) -> Iterator[tuple[str, ...]]:

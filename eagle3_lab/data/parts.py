@@ -52,7 +52,7 @@ def divide(
     """Encode the conversations of some files: the first is held out from and limited, the others train as a whole.
 
     The options are `ConversationData`'s. ``measured``: finds evaluation prompts, with which nothing that trains may
-    overlap; ``on_done`` is told how many conversations are done with.
+    overlap; ``on_done`` is told how many conversations are done with, those that overlap included.
 
     Raises:
         UserError: a conversation that the template cannot render or mask, or none that can be held out.
@@ -68,9 +68,9 @@ def divide(
     on_done(held.kept)
     found: list[Document] = []
     for some, wanted in ((split.train, limit), *((more, None) for more in read[1:])):
-        rest = without(some, taken, train)
+        rest = _told(without(some, taken, train), on_done)
         rest = rest if measured is None else unmeasured(rest, measured, train)
-        found += encoded(_told(rest, on_done), train, wanted)
+        found += encoded(rest, train, wanted)
     return Parts.of(found, kept, (train, held))
 
 

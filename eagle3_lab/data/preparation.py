@@ -18,19 +18,20 @@ import torch
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Report, usable_beginning
-from eagle3_lab.data.dialogue import Answerer, ByTarget, Dialogue, Room, converse, reasons
+from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, reasons
 from eagle3_lab.data.journal import Journal, journal
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised
 from eagle3_lab.data.prepared import answered, as_they_stand, manifest_of, put, tallies
 from eagle3_lab.data.prompts import Desk, Prompts, Talk, in_order_of, questions
 from eagle3_lab.data.records import file_hash
+from eagle3_lab.data.regenerate import ARITHMETIC
 from eagle3_lab.data.server import ByServer, Server
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.progress import stage
 from eagle3_lab.target.adapter import HFTarget
 
-VERSION = 1  # of what is made: another one is made anew
+VERSION = 2  # of what is made: another one is made anew
 UNSEEN = ("concurrency", "retries", "timeout_s", "key_file", "remote")
 """Of the server, what no answer depends on."""
 
@@ -119,6 +120,7 @@ class Preparation:
         spec, server = target.spec, None if self.server is None else asdict(self.server)
         return {
             "version": VERSION,
+            "arithmetic": ARITHMETIC,
             "target": {
                 "weights_hash": spec.weights_hash,
                 "tokenizer_hash": spec.tokenizer_hash,
@@ -175,7 +177,8 @@ class Preparation:
                 records += as_they_stand(talks, drawn)
             answers = _answer_report(dialogues if self.regenerate else held, len(records))
             if not records:
-                raise UserError(f"prepare: no conversation was answered ({answers}); other prompts are needed")
+                shorter = ", or a smaller prepare.sampling.max_new_tokens," if TOO_LONG in answers.dropped else ""
+                raise UserError(f"prepare: no conversation was answered ({answers}); other prompts{shorter} are needed")
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             manifest = self._manifest(target, chat, records, text, [report, answers])
             put(manifest_of(place), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
@@ -239,17 +242,17 @@ class Preparation:
         asked = sum(turn["role"] == "user" for one in (*held, *greedy, *drawn) for turn in one.asked)
         if not self.regenerate:
             asked = sum(turn["role"] == "user" for one in held for turn in one.asked)
-        done = sum(len(batch) for batch in kept.known("answers "))
+        done = len(kept.known("answers "))
         with stage("answers", "turns", asked - done, budget_s) as s:
 
-            def on_batch(count: int, tokens: int) -> None:
-                s.advance(count, tokens=tokens)
+            def on_answer(tokens: int) -> None:
+                s.advance(1, tokens=tokens)
 
-            converse(held, chat, ByTarget(target, chat.end_of_turn, 0.0), room, kept, "answers held out", on_batch)
+            converse(held, chat, ByTarget(target, chat.end_of_turn, 0.0), room, kept, "answers held out", on_answer)
             for name, some, temperature in (("greedy", greedy, 0.0), ("drawn", drawn, sampling.temperature)):
                 if some and self.regenerate:
                     answerer = self._answerer(target, chat, load, temperature)
-                    converse(some, chat, answerer, room, kept, f"answers {name}", on_batch)
+                    converse(some, chat, answerer, room, kept, f"answers {name}", on_answer)
 
     def _answerer(
         self, target: HFTarget, chat: Chat, load: Callable[[torch.dtype], HFTarget], temperature: float

@@ -3,27 +3,34 @@
 A head learns from the target's answers, so they are made here by the target that will be decoded, token by token
 through the same adapter. Rows are independent: as soon as one ends, the next prompt takes its place. Every prompt draws
 from a generator of its own, seeded by the run's seed and the prompt's number, so its draws do not depend on its
-neighbours (its arithmetic does, in the last bits: a forward of 32 rows rounds unlike one of a single row).
+neighbours. Its arithmetic does, in the last bits: a forward of 32 rows rounds unlike one of a single row, and one that
+reads 96 slots of keys unlike one that reads 112. These shapes follow from the lengths of prompts and answers, so a job
+that was killed goes on with the same ones: answers that are known already hold their rows for as long as they took, and
+forwards that only they would need are left out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
+from eagle3_lab.data.drawing import draw
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFSession, HFTarget
 from eagle3_lab.types import PADDING, Needs, Tree
 
+ARITHMETIC = 2
+"""Raised whenever the same prompts may be answered with other last bits than before; kept answers are keyed by it."""
 SETTLE_EVERY = 16  # steps between exact looks at the longest row; until then reads may span a bucket too many
-BLOCK = 256  # tokens whose probabilities are summed together where one of them is drawn
 SPAN = 16  # slots: a CPU reads this close to the longest row's end, since there no shape is recorded or compiled
+FORWARD, CPU_FORWARD = 256, 32
+"""What one more forward costs, in tokens of a long one: until there are so many, reading the weights takes longer than
+multiplying by them."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,13 @@ class Answer:
 
 @dataclass
 class _Live:
-    """A prompt being answered in one row of the session."""
+    """A prompt being answered in one row of the session. ``known``: an answer of so many tokens is there already, and
+    only its row is held."""
 
     index: int
     tokens: list[int]
     generator: torch.Generator
+    known: int | None = None
 
 
 def answers(
@@ -52,7 +61,7 @@ def answers(
     max_new_tokens: int,
     rows: int = 32,
     seed: int = 0,
-    skip: Collection[int] = (),
+    known: Mapping[int, int] | None = None,
     top_p: float | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
@@ -64,48 +73,125 @@ def answers(
         max_new_tokens: an answer that reaches it without an end token is cut.
         rows: prompts answered side by side.
         seed: with the prompt's index, the seed of that prompt's draws.
-        skip: numbers of prompts to leave out, answered before; the others' draws do not change.
+        known: how many tokens, their ends included, the answers have that an earlier call with the same arguments gave.
+            They are not made again, and every other answer comes out as it would with them, to the bit where a row of
+            a forward does not depend on what stands in the others (true of every kernel used here).
         top_p: tokens are drawn from the likeliest ones that together have this probability; None: from all.
         numbers: what stands for the prompts' indices in their seeds, where a call has only a part of all prompts.
 
     Raises:
         UserError: the target's logits are NaN.
     """
-    asked = [i for i in range(len(prompts)) if i not in skip]
-    waiting = deque(sorted(asked, key=lambda i: (len(prompts[i]), i)))
-    rows = min(rows, len(asked))
-    capacity = max((len(prompts[i]) for i in asked), default=1) + max_new_tokens + 1
-    session = _open(target, rows, capacity)
-    live: list[_Live | None] = [None] * rows
-    token = torch.zeros(rows, dtype=torch.long, device=target.device)
-    ends = set(target.spec.end_tokens)
+    known = {} if known is None else known
     seeds = range(len(prompts)) if numbers is None else numbers
-    step = 0
-    while True:
-        while waiting and (free := [row for row, one in enumerate(live) if one is None]):
-            fresh = [_Live(i, [], _generator(seed, seeds[i])) for i in _next(waiting, len(free))]
-            free = free[: len(fresh)]
-            logits = _prefill(target, session, free, [prompts[one.index] for one in fresh])
-            first = _draw(logits, temperature, fresh, top_p)
-            token[free] = first
-            for row, one, made in zip(free, fresh, first.tolist(), strict=True):
-                live[row] = one
-                if answer := _extend(one, made, ends, max_new_tokens):
-                    live[row] = None
-                    yield answer
-        if not any(live):
-            return
-        active = torch.tensor([one is not None for one in live], device=target.device)
-        logits = _step(session, token, active)
-        token = _draw(logits, temperature, live, top_p)
-        made = token.tolist()
-        for row, one in enumerate(live):
-            if one is not None and (answer := _extend(one, made[row], ends, max_new_tokens)):
-                live[row] = None
-                yield answer
-        step += 1
-        if step % SETTLE_EVERY == 0:
-            _settle(session, active)
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i)))
+    side = _Side(target, prompts, min(rows, len(prompts)), max_new_tokens, temperature, top_p)
+    left = len(prompts) - len(known)
+    while left:
+        if waiting and (free := side.free()):
+            fresh = [_Live(i, [], _generator(seed, seeds[i]), known.get(i)) for i in _next(waiting, len(free))]
+            made = side.read(free[: len(fresh)], fresh)
+        else:
+            made = side.step()
+        left -= len(made)
+        yield from made
+
+
+class _Side:
+    """The rows of a session, side by side: which prompt each answers, and its newest token."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        prompts: Sequence[Sequence[int]],
+        rows: int,
+        limit: int,
+        temperature: float,
+        top_p: float | None,
+    ) -> None:
+        self._target, self._prompts, self._limit = target, prompts, limit
+        self._temperature, self._top_p = temperature, top_p
+        capacity = max(map(len, prompts), default=1) + limit + 1
+        self._session = _open(target, rows, capacity)
+        self._live: list[_Live | None] = [None] * rows
+        self._token = torch.zeros(rows, dtype=torch.long, device=target.device)
+        self._ends = set(target.spec.end_tokens)
+        self._steps = 0
+
+    def free(self) -> list[int]:
+        """Rows that answer nothing."""
+        return [row for row, one in enumerate(self._live) if one is None]
+
+    def read(self, rows: Sequence[int], fresh: Sequence[_Live]) -> list[Answer]:
+        """Read prompts, in order of length, into free rows; the answers that end with their first token."""
+        cost = CPU_FORWARD if self._target.device.type == "cpu" else FORWARD
+        finished, begin = [], 0
+        for size in together([len(self._prompts[one.index]) for one in fresh], cost):
+            into, some = rows[begin : begin + size], fresh[begin : begin + size]
+            prompts = [self._prompts[one.index] for one in some]
+            begin += size
+            if all(one.known is not None for one in some):
+                _hold(self._session, into, prompts)
+            else:
+                logits = _prefill(self._target, self._session, into, prompts)
+                self._token[into] = self._draw(logits, some)
+            for row, one in zip(into, some, strict=True):
+                self._live[row] = one
+            finished += self._hear(into)
+        return finished
+
+    def step(self) -> list[Answer]:
+        """One token more for every row; the answers that end with it."""
+        active = torch.tensor([one is not None for one in self._live], device=self._target.device)
+        if any(one is not None and one.known is None for one in self._live):
+            logits = _step(self._session, self._token, active)
+            self._token = self._draw(logits, self._live)
+        else:
+            _pass(self._session, active)
+        finished = self._hear(range(len(self._live)))
+        self._steps += 1
+        if self._steps % SETTLE_EVERY == 0:
+            _settle(self._session, active)
+        return finished
+
+    def _draw(self, logits: Float[Tensor, "n V"], live: Sequence[_Live | None]) -> Int[Tensor, " n"]:
+        drawing = [None if one is None or one.known is not None else one.generator for one in live]
+        return draw(logits, self._temperature, drawing, self._top_p)
+
+    def _hear(self, rows: Sequence[int]) -> list[Answer]:
+        """Add these rows' newest tokens; a row whose answer is whole is free again."""
+        token, finished = self._token.tolist(), []
+        for row in rows:
+            one = self._live[row]
+            if one is None:
+                continue
+            one.tokens.append(token[row])
+            if one.known is not None:
+                if len(one.tokens) == one.known:
+                    self._live[row] = None
+            elif answer := _whole(one, self._ends, self._limit):
+                self._live[row] = None
+                finished.append(answer)
+        return finished
+
+
+def together(lengths: Sequence[int], forward: int) -> list[int]:
+    """How many prompts to read in each forward, given their lengths in ascending order: the split whose tokens, padding
+    included, are fewest when every forward counts as ``forward`` more.
+
+        [10, 12, 90], 16: [2, 1], since 2 * 12 + 90 + 2 * 16 = 146 and 3 * 90 + 16 = 286
+    """
+    best, last = [0], [0]  # of the first n prompts: the cost, and the size of the last forward
+    for n, longest in enumerate(lengths, 1):
+        cost, size = min((best[n - size] + size * longest + forward, size) for size in range(1, n + 1))
+        best.append(cost)
+        last.append(size)
+    sizes: list[int] = []
+    left = len(lengths)
+    while left:
+        sizes.append(last[left])
+        left -= last[left]
+    return sizes[::-1]
 
 
 def hash_seed(seed: int, index: int) -> int:
@@ -155,52 +241,25 @@ def _step(session: HFSession, token: Int[Tensor, " B"], active: Bool[Tensor, " B
 
 
 @torch.inference_mode()
+def _hold(session: HFSession, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+    """Leave the room in ``rows`` that :func:`_prefill` would fill."""
+    lengths = [len(prompt) for prompt in prompts]
+    session.cache.lengths[list(rows)] = torch.tensor(lengths, device=session.cache.lengths.device)
+    session.cache.bound = max(session.cache.bound, *lengths)
+
+
+@torch.inference_mode()
+def _pass(session: HFSession, active: Bool[Tensor, " B"]) -> None:
+    """Leave the room that :func:`_step` would fill."""
+    session.cache.view(1)  # looks at the longest row where a step would
+    session.cache.advance(active.long(), bound=1)
+
+
+@torch.inference_mode()
 def _settle(session: HFSession, active: Bool[Tensor, " B"]) -> None:
     """Empty the idle rows, so that they hold the view open no longer, and look at the longest row."""
     session.cache.lengths[~active] = 0
     session.cache.settle()
-
-
-def _draw(
-    logits: Float[Tensor, "B V"], temperature: float, live: Sequence[_Live | None], top_p: float | None = None
-) -> Int[Tensor, " B"]:
-    """The next token of every row, each from its own generator and never one of probability 0; PADDING where the logits
-    are NaN."""
-    if temperature == 0:
-        best, index = logits.max(-1)  # which is NaN where any is
-        return index.masked_fill(best.isnan(), PADDING)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    probs = torch.softmax(wide / temperature, -1)
-    if top_p is not None and top_p < 1:
-        probs = _keep_top_p(probs, top_p)
-    idle = torch.zeros(1, dtype=torch.float64)
-    draws = [torch.rand(1, dtype=torch.float64, generator=one.generator) if one else idle for one in live]
-    index, total = _pick(probs, torch.stack(draws).to(logits.device))
-    lawful = probs.gather(1, index) > 0  # a sum of sums may lie an ulp beside the sum
-    return torch.where(lawful, index, probs.argmax(-1, keepdim=True))[:, 0].masked_fill(total.isnan(), PADDING)
-
-
-def _pick(probs: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"]) -> tuple[Int[Tensor, "B 1"], Float[Tensor, " B"]]:
-    """The first token up to which the probabilities exceed ``uniform`` of their sum, and that sum, in float64.
-
-    Summed by blocks first: running over a large vocabulary took half as long as a forward of many rows.
-    """
-    blocks = pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    upto = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    aim = uniform * upto[:, -1:]
-    block = torch.searchsorted(upto, aim, right=True).clamp(max=upto.shape[-1] - 1)
-    aim = aim - pad(upto, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
-    within = torch.searchsorted(inside, aim, right=True).clamp(max=BLOCK - 1)
-    return (block * BLOCK + within).clamp(max=probs.shape[-1] - 1), upto[:, -1]
-
-
-def _keep_top_p(probs: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
-    """Drop the least likely tokens whose joint mass is at most 1 - top_p (transformers' rule); the likeliest stays."""
-    ascending, order = probs.sort(dim=-1, stable=True)
-    drop = ascending.cumsum(-1) <= 1 - top_p
-    drop[..., -1] = False
-    return probs.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), 0.0)
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
@@ -211,13 +270,13 @@ def _next(waiting: deque[int], count: int) -> list[int]:
     return [waiting.popleft() for _ in range(min(count, len(waiting)))]
 
 
-def _extend(one: _Live, token: int, ends: set[int], limit: int) -> Answer | None:
-    """Add a token; the finished answer, once it is one."""
+def _whole(one: _Live, ends: set[int], limit: int) -> Answer | None:
+    """The finished answer, if its newest token makes it one."""
+    token = one.tokens[-1]
     if token == PADDING:
         raise UserError(
             f"the target's logits are NaN at prompt {one.index}; if its dtype is float16, use bfloat16 or float32"
         )
-    one.tokens.append(token)
     if token in ends:
         return Answer(one.index, tuple(one.tokens), cut=False)
     return Answer(one.index, tuple(one.tokens), cut=True) if len(one.tokens) == limit else None

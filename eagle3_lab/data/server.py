@@ -14,8 +14,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,22 +112,39 @@ class ByServer(Answerer):
         return names[0]
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], turn: int, rows: int, room: Room
-    ) -> list[Said]:
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        turn: int,
+        rows: int,
+        room: Room,
+        known: Mapping[int, Said],
+    ) -> Iterator[tuple[int, Said]]:
+        """Also where a request fails for good, what others have answered comes before the error."""
         model, failed = self.model, threading.Event()
 
-        def one(prompt: Sequence[int], number: int) -> Said | None:
-            if failed.is_set():  # another request failed for good: the rest need not be asked
+        def one(i: int) -> Said | None:
+            if failed.is_set():  # the rest need not be asked
                 return None
             try:
-                return self._said(self._asked("completions", self._request(model, prompt, number, turn, room)))
+                return self._said(self._asked("completions", self._request(model, prompts[i], numbers[i], turn, room)))
             except BaseException:
                 failed.set()
                 raise
 
         with ThreadPoolExecutor(self.server.concurrency) as pool:
-            made = list(pool.map(one, prompts, numbers))
-        return [said for said in made if said is not None]
+            running = {pool.submit(one, i): i for i in range(len(prompts)) if i not in known}
+            try:
+                errors = []
+                for done in as_completed(running):
+                    if (error := done.exception()) is not None:
+                        errors.append(error)
+                    elif (said := done.result()) is not None:
+                        yield running[done], said
+            finally:
+                failed.set()  # whoever does not want the rest does not wait for it
+        if errors:
+            raise errors[0]
 
     def _request(self, model: str, prompt: Sequence[int], number: int, turn: int, room: Room) -> dict[str, Any]:
         asked: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": room.max_new_tokens}

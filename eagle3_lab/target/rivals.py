@@ -1,7 +1,7 @@
-"""transformers' own fast generation, to be measured beside ours: assisted decoding and prompt lookup.
+"""transformers' own fast generation, to be measured beside ours: assisted decoding, prompt lookup, batches.
 
-Greedy, one prompt at a time, on the very model object that our decoder uses. Which settings are theirs at their best
-differs from machine to machine, so several are offered, and the fastest counts.
+The first two greedy, one prompt at a time, on the very model object that our decoder uses. Which settings are theirs at
+their best differs from machine to machine, so several are offered, and the fastest counts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.attention import stock_attention
@@ -81,3 +82,60 @@ def assisted(draft: HFTarget) -> list[Rival]:
         Rival(ASSISTED, ", ".join(str(value) for value in setting.values()), assistant=draft, drafting=setting)
         for setting in settings
     ]
+
+
+CACHES = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class Batched:
+    """What many prompts are answered under: in batches of ``rows``, ``tokens`` an answer, fewer where one of ``ends``
+    comes before; ``temperature`` 0 is greedy, ``top_p`` None is off."""
+
+    prompts: Sequence[Sequence[int]]
+    rows: int
+    tokens: int
+    ends: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float | None = None
+
+    def generate(self, model: PreTrainedModel, cache: str, tokens: int | None = None) -> list[tuple[int, ...]]:
+        """The answers of transformers' `generate`, batches sorted by length and padded to the left; ``tokens`` in place
+        of the own number."""
+        order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        made: dict[int, tuple[int, ...]] = {}
+        with torch.random.fork_rng(enabled=self.temperature > 0):
+            if self.temperature > 0:
+                torch.manual_seed(0)
+            for begin in range(0, len(order), self.rows):
+                batch = order[begin : begin + self.rows]
+                said = self._batch(model, [self.prompts[i] for i in batch], cache, tokens or self.tokens)
+                made |= dict(zip(batch, map(self._ended, said), strict=True))
+        return [made[i] for i in range(len(self.prompts))]
+
+    @torch.inference_mode()
+    def _batch(
+        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], cache: str, tokens: int
+    ) -> list[list[int]]:
+        width = max(map(len, prompts))
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        law: dict[str, object] = {"do_sample": False}
+        if self.temperature > 0:
+            law = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": 0}
+        beyond = model.get_output_embeddings().weight.shape[0]  # an end that never comes: None would mean the model's
+        made = model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
+            torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(seen, device=model.device),
+            max_new_tokens=tokens,
+            eos_token_id=list(self.ends) or beyond,
+            pad_token_id=0,
+            cache_implementation=cache,
+            **law,
+        )
+        return made[:, width:].tolist()
+
+    def _ended(self, said: Sequence[int]) -> tuple[int, ...]:
+        """Up to the first end, without what fills the batch behind it."""
+        first = next((i for i, token in enumerate(said) if token in self.ends), len(said))
+        return tuple(said[: first + 1])

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised, unmeasured
+from eagle3_lab.data.parts import divide
 from eagle3_lab.data.tasks import Task
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -55,6 +59,36 @@ def test_tasks_are_looked_up_and_overlapping_conversations_counted_by_set(tmp_pa
     report = Report("train")
     assert [one.id for one in unmeasured(talks, overlap, report)] == ["0"], "answers are not compared"
     assert report.dropped == {"overlaps with mine": 2}
+
+
+def test_progress_counts_the_conversations_that_overlap_as_they_are_found(chatml: PreTrainedTokenizerFast) -> None:
+    """On a long list the search is most of the work: it must not be over before anything is shown."""
+    seen: list[str] = []
+
+    class Watching(Overlap):
+        def __call__(self, texts: Iterable[str]) -> str:
+            seen.append("looked")
+            return super().__call__(texts)
+
+    talks = [
+        Conversation(
+            str(i), ({"role": "user", "content": asked}, {"role": "assistant", "content": "a"}), temperature=0.0
+        )
+        for i, asked in enumerate([text(0, 14), "one", text(0, 13), "two"])
+    ]
+    parts = divide(
+        [talks],
+        Chat(chatml),
+        max_length=100,
+        over_length="drop",
+        held_out=0,
+        limit=None,
+        measured=Watching([("set", text(0, 13))]),
+        on_done=lambda count: seen.extend(["done"] * count),
+    )
+    assert {one.conversation.id for one in parts.train} == {"1", "3"}
+    assert parts.reports[0].dropped == {"overlaps with set": 2}
+    assert seen == ["looked", "done"] * 4
 
 
 def test_the_handed_prompts_are_free_of_the_handed_evaluation_sets(data_dir: Path) -> None:

@@ -76,34 +76,35 @@ class Killed(Exception):
     pass
 
 
-def test_a_kill_behind_any_batch_and_within_its_line_ends_in_the_same_bytes(
+def test_a_kill_behind_any_answer_and_within_its_line_ends_in_the_same_bytes(
     brief: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32: every batch is answered beside the very neighbours that it had."""
-    real, stop, made = ByTarget.answer, 99, 0
+    """In float32, and no answer of a whole line is made twice."""
+    real, stop, made = ByTarget._said, 99, 0
 
-    def answer(self: ByTarget, *words: Any) -> list[Said]:
+    def said(self: ByTarget, *words: Any) -> Said:
         nonlocal made
         made += 1
         if made > stop:
             raise Killed
         return real(self, *words)
 
-    monkeypatch.setattr(ByTarget, "answer", answer)
-    place = choice(asked).make(brief, chat, tmp_path / "whole", never)
-    whole, manifest, batches = place.read_bytes(), manifest_of(place).read_bytes(), made
-    assert batches >= 3 and any(len(json.loads(line)["messages"]) == 4 for line in whole.splitlines())
-    for stop in range(batches):
+    monkeypatch.setattr(ByTarget, "_said", said)
+    place = choice(asked, rows=3).make(brief, chat, tmp_path / "whole", never)
+    whole, manifest, whole_made = place.read_bytes(), manifest_of(place).read_bytes(), made
+    assert whole_made > len(QUESTIONS) and any(len(json.loads(line)["messages"]) == 4 for line in whole.splitlines())
+    for stop in range(whole_made):
         folder, made = tmp_path / f"killed {stop}", 0
         with pytest.raises(Killed):
-            choice(asked).make(brief, chat, folder, never)
+            choice(asked, rows=3).make(brief, chat, folder, never)
         (unfinished,) = folder.iterdir()
         data = unfinished.read_bytes()
         assert data.count(b"\n") == stop
         if stop:
             unfinished.write_bytes(data[:-3])  # and its last line only half written
-        stop, made = 99, 0
-        again = choice(asked).make(brief, chat, folder, never)
+        left, stop, made = whole_made - max(stop - 1, 0), 99, 0
+        again = choice(asked, rows=3).make(brief, chat, folder, never)
+        assert made == left
         assert (again.read_bytes(), manifest_of(again).read_bytes()) == (whole, manifest)
         assert sorted(file.suffix for file in folder.iterdir()) == [".json", ".jsonl"]
 

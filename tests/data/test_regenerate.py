@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
 from random_targets import random_target
-from transformers import TopPLogitsWarper
+from torch import Tensor
 
 from eagle3_lab.cache import BUCKET
 from eagle3_lab.data import regenerate
-from eagle3_lab.data.regenerate import SETTLE_EVERY, Answer, answers, hash_seed
+from eagle3_lab.data.regenerate import SETTLE_EVERY, Answer, answers, hash_seed, together
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.adapter import HFSession, HFTarget
 from eagle3_lab.types import Needs
 
 LIMIT = 2 * SETTLE_EVERY + 4
@@ -148,11 +151,95 @@ def test_no_prompts_no_answers() -> None:
     assert made(llama(), []) == []
 
 
-def test_what_is_skipped_is_not_answered_and_changes_no_other_answer() -> None:
-    for temperature in (0.0, 1.0):
-        whole = made(llama(), rows=3, temperature=temperature, max_new_tokens=8)
-        some = answers(llama(), PROMPTS, temperature=temperature, max_new_tokens=8, rows=3, skip={0, 5, 7})
-        assert sorted(some, key=lambda a: a.index) == [a for a in whole if a.index not in (0, 5, 7)]
+# ------------------------------------------------------------------------------------------------------- going on
+
+
+class Watch:
+    """What the rows' draws were made from, by generator, the shapes of the forwards that gave it, and how many of those
+    there were."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.logits: dict[int, list[Tensor]] = {}
+        self.shapes: dict[int, list[tuple[int, ...]]] = {}
+        self.forwards, self.shape = 0, ()
+        self._draw = regenerate.draw
+        self._score = HFSession._run
+        patch.setattr(regenerate, "draw", self.draw)
+        patch.setattr(HFSession, "_run", lambda session, *words: self.run(session, *words))
+
+    def draw(self, logits: Tensor, temperature: float, generators: Sequence[Any], top_p: float | None) -> Tensor:
+        for row, generator in zip(logits, generators, strict=True):
+            if generator is not None:
+                self.logits.setdefault(generator.initial_seed(), []).append(row.clone())
+                self.shapes.setdefault(generator.initial_seed(), []).append(self.shape)
+        return self._draw(logits, temperature, generators, top_p)
+
+    def run(self, session: HFSession, ids: Tensor, *words: Any) -> object:
+        self.forwards += 1
+        self.shape = (*ids.shape, session.cache.view(ids.shape[1]))
+        return self._score(session, ids, *words)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 3), (torch.bfloat16, 5)])
+def test_what_is_known_is_not_answered_and_changes_no_bit_of_any_other_answer(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that ends after any number of answers and is made again with those: the logits that the others are drawn
+    from are the same, of forwards of the same shapes, and those that only the known ones would need are left out."""
+    plain = random_target(dtype=dtype)
+    target = ending(plain, range(0, 97, 7))
+    options = {"temperature": 1.0, "max_new_tokens": 3 * SETTLE_EVERY, "rows": rows, "seed": 3}
+    asked = PROMPTS + prompts((40, 5, 8, 21, 13), seed=1)
+    watch = Watch(monkeypatch)
+    order = list(answers(target, asked, **options))
+    whole, shapes, straight = watch.logits, watch.shapes, watch.forwards
+    assert len({len(answer.tokens) for answer in order}) > 5
+    saved = 0
+    for count in range(len(order) + 1):
+        watch.logits, watch.shapes, watch.forwards = {}, {}, 0
+        known = {answer.index: len(answer.tokens) for answer in order[:count]}
+        assert list(answers(target, asked, known=known, **options)) == order[count:]
+        seeds = {hash_seed(3, answer.index) for answer in order[count:]}
+        assert set(watch.logits) == seeds
+        for seed in seeds:
+            assert watch.shapes[seed] == shapes[seed]
+            assert torch.equal(torch.stack(watch.logits[seed]), torch.stack(whole[seed])), count
+        assert watch.forwards <= straight
+        saved += straight - watch.forwards
+    assert watch.forwards == 0 and saved > straight
+
+
+def test_forwards_that_only_known_answers_need_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row: of three known answers and one that is not, only this one's prefill and steps are run."""
+    asked = prompts((3, 4, 5, 6))
+    order = list(answers(ending(llama(), []), asked, temperature=1.0, max_new_tokens=7, rows=1))
+    watch = Watch(monkeypatch)
+    known = {answer.index: 7 for answer in order[:3]}
+    assert (
+        list(answers(ending(llama(), []), asked, temperature=1.0, max_new_tokens=7, rows=1, known=known)) == order[3:]
+    )
+    assert watch.forwards == 7
+
+
+def test_prompts_are_read_together_so_that_tokens_and_forwards_are_fewest() -> None:
+    """By trying every split."""
+    draw = random.Random(0)
+    for _ in range(60):
+        lengths = sorted(draw.choices(range(1, 60), k=draw.randint(1, 9)))
+        forward = draw.choice((0, 3, 16, 500))
+
+        def cost(sizes: Sequence[int], lengths: list[int] = lengths, forward: int = forward) -> int:
+            ends = list(accumulate(sizes))
+            return sum(size * lengths[end - 1] + forward for size, end in zip(sizes, ends, strict=True))
+
+        splits = [
+            [b - a for a, b in pairwise((0, *cuts, len(lengths)))]
+            for n in range(len(lengths))
+            for cuts in combinations(range(1, len(lengths)), n)
+        ]
+        found = together(lengths, forward)
+        assert sum(found) == len(lengths) and cost(found) == min(map(cost, splits))
+    assert together([10, 12, 90], 16) == [2, 1] and together([], 16) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- sampled
@@ -181,29 +268,6 @@ def test_seeds_of_neighbours_differ_in_every_half() -> None:
     assert 0.45 < sum(s & 1 for s in seeds) / 1600 < 0.55
 
 
-def test_a_token_of_probability_zero_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros before, between and behind, at the smallest and the largest uniform there are."""
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.3, -torch.inf], [-1e4, -1e4, 2.0, -1e4, -1e4]])
-    live = [regenerate._Live(i, [], torch.Generator()) for i in range(2)]
-    for uniform, expected in ((0.0, [1, 2]), (1 - 2.0**-53, [3, 2])):
-        monkeypatch.setattr(torch, "rand", lambda *a, u=uniform, **k: torch.tensor([u], dtype=torch.float64))
-        assert regenerate._draw(logits, 0.7, live).tolist() == expected
-        assert regenerate._draw(logits.double(), 0.7, live).tolist() == expected
-
-
-def test_a_draw_is_the_first_token_up_to_which_the_sum_exceeds_the_uniform_number() -> None:
-    """By a plain running sum over vocabularies below, at and beyond whole blocks, zeros in them."""
-    draw = torch.Generator().manual_seed(0)
-    for vocab in (1, 5, regenerate.BLOCK, regenerate.BLOCK + 1, 3 * regenerate.BLOCK + 7):
-        probs = torch.rand(200, vocab, generator=draw).masked_fill(torch.rand(200, vocab, generator=draw) < 0.3, 0.0)
-        probs[:, -1] += 0.1
-        uniform = torch.rand(200, 1, dtype=torch.float64, generator=draw)
-        upto = probs.double().cumsum(-1)
-        index, total = regenerate._pick(probs, uniform)
-        assert torch.equal(index[:, 0], (upto <= uniform * upto[:, -1:]).sum(-1))
-        torch.testing.assert_close(total, upto[:, -1], rtol=1e-12, atol=0)
-
-
 def test_numbers_stand_for_indices_where_a_call_has_a_part_of_all_prompts() -> None:
     whole = made(llama(), temperature=1.0, rows=3, max_new_tokens=6)
     part = [4, 1, 6]
@@ -211,14 +275,6 @@ def test_numbers_stand_for_indices_where_a_call_has_a_part_of_all_prompts() -> N
     some = answers(llama(), asked, temperature=1.0, rows=2, max_new_tokens=6, numbers=part)
     found = {answer.index: answer.tokens for answer in some}
     assert [found[i] for i in range(3)] == [whole[i].tokens for i in part]
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_tokens_that_transformers_keeps(top_p: float) -> None:
-    logits = torch.randn(40, 23, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    theirs = TopPLogitsWarper(top_p)(torch.zeros(40, 1, dtype=torch.long), logits)
-    kept = regenerate._keep_top_p(logits.softmax(-1), top_p)
-    assert torch.equal(kept > 0, theirs > -torch.inf)
 
 
 @pytest.mark.parametrize("temperature", [0.4, 4.0])

@@ -31,7 +31,8 @@ def ask(
     """The answers, and how long it would have waited between tries."""
     waits: list[float] = []
     by = ByServer(Server(fake.url, **more), tokenizer, 0.7, 0.9, seed=3, wait=waits.append)
-    return by.answer(prompts, range(len(prompts)), 1, 8, ROOM), waits
+    made = dict(by.answer(prompts, range(len(prompts)), 1, 8, ROOM, {}))
+    return [made[i] for i in range(len(prompts))], waits
 
 
 def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
@@ -129,7 +130,7 @@ def test_nonsense_is_one_line(fake: Fake, chatml: PreTrainedTokenizerFast, reply
 def test_a_server_that_is_not_there_is_one_line(chatml: PreTrainedTokenizerFast) -> None:
     by = ByServer(Server("http://127.0.0.1:1/v1", retries=2), chatml, 0.0, wait=lambda _: None)
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1/v1/models failed, tried 3 times"):
-        by.answer(PROMPTS, range(12), 0, 8, ROOM)
+        list(by.answer(PROMPTS, range(12), 0, 8, ROOM, {}))
 
 
 def test_one_request_that_fails_stops_the_others(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
@@ -137,6 +138,20 @@ def test_one_request_that_fails_stops_the_others(fake: Fake, chatml: PreTrainedT
     with pytest.raises(UserError):
         ask(fake, chatml, [[i] for i in range(300)], concurrency=2)
     assert len(fake.asked()) < 10
+
+
+def test_what_is_known_is_not_asked_and_what_came_before_a_failure_is_kept(
+    fake: Fake, chatml: PreTrainedTokenizerFast
+) -> None:
+    by = ByServer(Server(fake.url, concurrency=1), chatml, 0.0, wait=lambda _: None)
+    known = {i: Said("known", 2, False, True, False) for i in (0, 5)}
+    fake.reply = lambda body: (400, b"no") if body["prompt"][0] == 7 else (200, answer("x"))
+    made: dict[int, Said] = {}
+    with pytest.raises(UserError, match="HTTP 400"):
+        for i, said in by.answer(PROMPTS, range(12), 0, 8, ROOM, known):
+            made[i] = said
+    assert set(made) == {1, 2, 3, 4, 6}
+    assert [body["prompt"][0] for body in fake.asked()] == [1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize("models", [b"{}", b'{"data": []}', b'{"data": [{"id": "a"}, {"id": "b"}]}', b'{"data": 3}'])
