@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle3_lab.train import DraftModule
-from eagle3_lab.types import Batch, FrozenTarget, LogitSummary, Needs
+from eagle3_lab.types import Batch, LogitSummary, Needs
+
+Summarise = Callable[[Tensor], LogitSummary]
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class TimedStep:
         products: Lightning's name of the number format, "bf16-mixed" or "32-true".
         clip: largest norm of the gradient; None: not clipped.
         with_loss: False puts the sum of the heads' inputs in the loss's place, for what head and loss take.
-        summarised: arg-max and log-normaliser of the target's logits are at hand with its features, as a feature store
-            keeps them; False: the step makes them from the logits over all ids, as one beside the target does.
+        summary: makes arg-max and log-normaliser of the target's logits from its top states; they are then at hand with
+            the features, as a feature store keeps them. None: the step makes them from the logits over all ids, as one
+            beside the target does.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class TimedStep:
         products: str,
         clip: float | None = None,
         with_loss: bool = True,
-        summarised: bool = False,
+        summary: Summarise | None = None,
     ) -> None:
         if products not in ("bf16-mixed", "32-true"):
             raise ValueError(f"products must be bf16-mixed or 32-true, got {products!r}")
@@ -52,7 +56,7 @@ class TimedStep:
         out = self._target.features(batch, Needs(layers=module.source.layers(self._target.spec.layers), top=True))
         assert out.top is not None
         self.taps, self._top = out.taps, out.top.to(self._target.dtype)
-        self._summary = _summary(self._target, self._top) if summarised else None
+        self._summary = None if summary is None else _of_rows(summary, self._top)
         self._optimizer = module.optimization.adamw(module)
 
     def __call__(self) -> Took:
@@ -83,7 +87,7 @@ class TimedStep:
             torch.cuda.synchronize(self._batch.ids.device)
 
 
-def _summary(target: FrozenTarget, top: Float[Tensor, "B T Dt"]) -> LogitSummary:
-    """Of the target's logits at all rows, [B, T]."""
-    said = target.summary(top.flatten(0, 1))
+def _of_rows(summary: Summarise, top: Float[Tensor, "B T Dt"]) -> LogitSummary:
+    """[B, T]"""
+    said = summary(top.flatten(0, 1))
     return LogitSummary(said.argmax.view(top.shape[:2]), said.log_sum.view(top.shape[:2]))

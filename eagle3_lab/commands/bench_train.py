@@ -21,7 +21,7 @@ from eagle3_lab.experiment import Experiment
 from eagle3_lab.operations import Operations, count
 from eagle3_lab.progress import stage
 from eagle3_lab.provenance import machine
-from eagle3_lab.timed_step import TimedStep
+from eagle3_lab.timed_step import Summarise, TimedStep
 from eagle3_lab.train import DraftModule
 from eagle3_lab.training import time_product
 from eagle3_lab.types import Batch
@@ -32,14 +32,14 @@ DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a head, a batch with its loss's rows chosen, the number format, and whether the target's logits
-    are summarised beforehand (the experiment trains from kept features)."""
+    """What is measured: a head, a batch with its loss's rows chosen, the number format, and what summarises the target's
+    logits beforehand (where the experiment trains from kept features)."""
 
     module: DraftModule
     batch: Batch
     products: str
     clip: float | None
-    summarised: bool
+    summary: Summarise | None
 
     @staticmethod
     def of(experiment: Experiment, every_row: bool) -> Setup:
@@ -55,10 +55,10 @@ class Setup:
         if every_row:
             batch = replace(batch, supervised=batch.document >= 0)
         clip = trainer.options.get("gradient_clip_val")
-        return Setup(module, batch, products, clip, experiment.features is not None)
+        return Setup(module, batch, products, clip, None if experiment.features is None else target.summary)
 
     def step(self, with_loss: bool = True) -> TimedStep:
-        return TimedStep(self.module, self.batch, self.products, self.clip, with_loss, self.summarised)
+        return TimedStep(self.module, self.batch, self.products, self.clip, with_loss, self.summary)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def shape_of(setup: Setup) -> dict[str, Any]:
         "depth": module.unroll.depth,
         "draft_vocab": module.draft.vocab.shape[0],
         "products": setup.products,
-        "summarised": setup.summarised,
+        "summarised": setup.summary is not None,
         "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "threads": torch.get_num_threads(),
     }

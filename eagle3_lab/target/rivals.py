@@ -124,15 +124,16 @@ class Batched:
         if self.temperature > 0:
             law = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": 0}
         beyond = model.get_output_embeddings().weight.shape[0]  # an end that never comes: None would mean the model's
-        made = model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
-            torch.tensor(padded, device=model.device),
-            attention_mask=torch.tensor(seen, device=model.device),
-            max_new_tokens=tokens,
-            eos_token_id=list(self.ends) or beyond,
-            pad_token_id=0,
-            cache_implementation=cache,
-            **law,
-        )
+        with stock_attention(model):
+            made = model.generate(  # pyright: ignore[reportCallIssue]  what a model mixes in, the type hides
+                torch.tensor(padded, device=model.device),
+                attention_mask=torch.tensor(seen, device=model.device),
+                max_new_tokens=tokens,
+                eos_token_id=list(self.ends) or beyond,
+                pad_token_id=0,
+                cache_implementation=cache,
+                **law,
+            )
         return made[:, width:].tolist()
 
     def _ended(self, said: Sequence[int]) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def test_head_and_loss_take_memory_that_a_step_without_them_does_not(bench: Benc
 def test_what_is_kept_of_the_targets_logits_changes_no_loss(bench: Bench) -> None:
     """`features` in the experiment: the summary is at hand, and the step makes the draft vocabulary's logits alone."""
     kept = prepared(bench, "features={}")
-    assert kept.summarised and not prepared(bench).summarised
+    assert kept.summary is not None and prepared(bench).summary is None
     target = kept.module.target
     widths: list[int] = []
     made = target.logits
