@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle3_lab.types import PADDING
 
-BUCKET = 128
+BUCKET, SPAN = 128, 16
 
 
 def few_sizes(capacity: int) -> int:
@@ -33,13 +33,23 @@ class KVCache:
         cache.write(0, k, v, cache.slots(4)); ...                # a tree of four nodes at slots 5..8
         cache.keep(torch.tensor([[0, 2, 3]]), torch.tensor([3])) # nodes 0, 2, 3 now at slots 5, 6, 7; lengths [8]
 
+    ``recorded``: forwards over this cache are recorded, one for each shape of a read.
+
     Memory is zero-filled when a layer first writes: a NaN left in a masked slot would spoil the rows that mask it.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        recorded: bool = False,
+    ) -> None:
         self.capacity = -(-capacity // BUCKET) * BUCKET
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.bucket = BUCKET  # reads end at a multiple of it; BUCKET must be one of it
+        # reads end at a multiple of it; where nothing is made for a shape, few shapes are worth less than short reads
+        self.bucket = SPAN if self.lengths.device.type == "cpu" and not recorded else BUCKET
         self.bound = 0  # no row is longer than this; kept on the host so that no read waits for the device
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers

@@ -405,6 +405,16 @@ class Law(ABC):
         """p of every node. ``ids`` are the committed tokens, PADDING behind each row's end, the root not among them;
         node i's context is those, then its path from the root to itself, each once."""
 
+    def certain(self, logits: Float[Tensor, "B N V"], ids: Int[Tensor, "B L"], tree: Tree) -> Int[Tensor, "B N"] | None:
+        """The one token of probability 1 at every node, where the law leaves no choice; None: ask for `probs`."""
+        return None
+
+    def __init_subclass__(cls, **given: object) -> None:
+        """A law that says anew what p is has no certainty but what it says itself."""
+        super().__init_subclass__(**given)
+        if "probs" in vars(cls) and "certain" not in vars(cls):
+            cls.certain = Law.certain
+
 
 class Verifier(ABC):
     """Judges a tree against p. ``lossless`` False must be shown wherever its numbers are shown. ``judges_drawn``: it
@@ -416,6 +426,11 @@ class Verifier(ABC):
     @abstractmethod
     def __call__(self, p: Float[Tensor, "B N V"], tree: Tree, generators: Sequence[torch.Generator]) -> Verdict:
         """The verdict; row b draws from ``generators[b]`` alone."""
+
+    def follow(self, choice: Int[Tensor, "B N"], tree: Tree) -> Verdict | None:
+        """The verdict where p is 1 at ``choice`` of every node and nothing is left to chance; None: it must be asked
+        with p. The same verdict, without a law of V numbers for every node."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a head, a batch with its loss's rows chosen, the number format, and what summarises the target's
-    logits beforehand (where the experiment trains from kept features)."""
+    """What is measured: a head, a batch with its loss's rows chosen, and the number format; and what summarises the
+    target's logits beforehand, where the experiment trains from kept features."""
 
     module: DraftModule
     batch: Batch

@@ -27,7 +27,6 @@ from eagle3_lab.types import PADDING, Needs, Tree
 ARITHMETIC = 2
 """Raised whenever the same prompts may be answered with other last bits than before; kept answers are keyed by it."""
 SETTLE_EVERY = 16  # steps between exact looks at the longest row; until then reads may span a bucket too many
-SPAN = 16  # slots: a CPU reads this close to the longest row's end, since there no shape is recorded or compiled
 FORWARD, CPU_FORWARD = 256, 32
 """What one more forward costs, in tokens of a long one: until there are so many, reading the weights takes longer than
 multiplying by them."""
@@ -112,7 +111,7 @@ class _Side:
         self._target, self._prompts, self._limit = target, prompts, limit
         self._temperature, self._top_p = temperature, top_p
         capacity = max(map(len, prompts), default=1) + limit + 1
-        self._session = _open(target, rows, capacity)
+        self._session = target.open(rows, capacity, Needs(logits=True))
         self._live: list[_Live | None] = [None] * rows
         self._token = torch.zeros(rows, dtype=torch.long, device=target.device)
         self._ends = set(target.spec.end_tokens)
@@ -202,13 +201,6 @@ def hash_seed(seed: int, index: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
-def _open(target: HFTarget, rows: int, capacity: int) -> HFSession:
-    session = target.open(rows, capacity, Needs(logits=True))
-    if target.device.type == "cpu":
-        session.cache.bucket = SPAN
-    return session
-
-
 # Inference mode is entered in here: on a generator it would last while its consumer runs, or not at all where a type
 # checker has wrapped the generator.
 
@@ -222,7 +214,7 @@ def _prefill(
     ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
     for i, prompt in enumerate(prompts):
         ids[i, : len(prompt)] = torch.tensor(prompt)
-    beside = _open(target, len(prompts), ids.shape[1])
+    beside = target.open(len(prompts), ids.shape[1], Needs(logits=True))
     logits = beside.prefill(ids.to(target.device), lengths.to(target.device)).logits[:, 0]
     for i, row in enumerate(rows):
         session.cache.adopt(row, beside.cache, i)

@@ -61,10 +61,17 @@ class SamplingLaw(Law):
 
     def probs(self, logits: Float[Tensor, "B N V"], ids: Int[Tensor, "B L"], tree: Tree) -> Float[Tensor, "B N V"]:
         """p of every node; see :meth:`eagle3_lab.types.Law.probs` for what a node's context is."""
+        return self.filtered(self._penalised(logits, ids, tree))
+
+    def certain(self, logits: Float[Tensor, "B N V"], ids: Int[Tensor, "B L"], tree: Tree) -> Int[Tensor, "B N"] | None:
+        """At temperature 0 the lowest arg-max, as in :meth:`filtered`."""
+        return self._penalised(logits, ids, tree).argmax(-1) if self.temperature == 0 else None
+
+    def _penalised(self, logits: Tensor, ids: Tensor, tree: Tree) -> Tensor:
+        if self.repetition_penalty == 1.0:
+            return logits
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if self.repetition_penalty != 1.0:
-            logits = _penalise(logits, contexts(ids, tree, logits.shape[-1]), self.repetition_penalty)
-        return self.filtered(logits)
+        return _penalise(logits, contexts(ids, tree, logits.shape[-1]), self.repetition_penalty)
 
     def filtered(self, logits: Float[Tensor, "B N V"]) -> Float[Tensor, "B N V"]:
         """Temperature and filters alone, which need no context: all of :meth:`probs` where there is no penalty.

@@ -69,7 +69,10 @@ def decode(
 
     def judge(tree: Tree, out: TargetOut) -> tuple[Block, list[list[int]]]:
         assert out.logits is not None, "the target gives no logits"
-        verdict = verifier(law.probs(out.logits, state.ids, tree), tree, generators)
+        choice = law.certain(out.logits, state.ids, tree)
+        verdict = None if choice is None else verifier.follow(choice, tree)
+        if verdict is None:
+            verdict = verifier(law.probs(out.logits, state.ids, tree), tree, generators)
         piece = block(tree, verdict, ends, state.remaining)
         state.advance(tree, piece)
         return piece, _fetch(piece, out.logits, verdict)

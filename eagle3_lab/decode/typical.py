@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle3_lab.decode.verify import Uniforms
+from eagle3_lab.decode.verify import Uniforms, follow
 from eagle3_lab.types import PADDING, Tree, Verdict, Verifier
 
 
@@ -59,6 +59,10 @@ class TypicalVerifier(Verifier):
         law = torch.where(law > self._threshold(law)[:, None], law, 0.0)
         bonus = Uniforms.draw(generators, 1, p.device).pick(law)
         return Verdict(path.masked_fill(path == len(index), PADDING), walked.sum(-1) - 1, bonus)
+
+    def follow(self, choice: Int[Tensor, "B N"], tree: Tree) -> Verdict | None:
+        """Of a law that is one-hot the certain token alone is plausible."""
+        return None if tree.q is not None else follow(choice, tree)
 
     def _judge(self, p: Tensor, tree: Tree) -> tuple[Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
         """Log-probability of every node's token under its parent's law, 0 for the root, and whether it is plausible."""

@@ -122,6 +122,11 @@ class ExactVerifier(Verifier):
         and one for the bonus."""
         return judge(p, tree, Uniforms.draw(generators, tree.tokens.shape[1], p.device))
 
+    def follow(self, choice: Int[Tensor, "B N"], tree: Tree) -> Verdict:
+        """Greedy matching. Of drawn candidates too: p(x) is 0 or 1, so p / q refuses or accepts, and what a refusal
+        leaves of p is p."""
+        return follow(choice, tree)
+
 
 def judge(p: Float[Tensor, "B N V"], tree: Tree, chance: Chance) -> Verdict:
     """The verdict on ``tree`` under the target's law ``p``, all randomness taken from ``chance``."""
@@ -131,9 +136,15 @@ def judge(p: Float[Tensor, "B N V"], tree: Tree, chance: Chance) -> Verdict:
 
 
 def _judge_fixed(p: Float[Tensor, "B N V"], tree: Tree, chance: Chance) -> Verdict:
+    return follow(chance.pick(p), tree)
+
+
+def follow(choice: Int[Tensor, "B N"], tree: Tree) -> Verdict:
+    """The path along ``choice``, the target's own next token at every node."""
     nodes = tree.tokens.shape[1]
-    index = torch.arange(nodes, device=p.device)
-    choice = chance.pick(p)  # (B, N): the target's own next token at every node
+    if nodes == 1:  # a root alone, as in every round of vanilla: nothing to judge
+        return Verdict(torch.zeros_like(choice), torch.zeros_like(choice[:, 0]), choice[:, 0])
+    index = torch.arange(nodes, device=choice.device)
     child = tree.candidate & (tree.parents != PADDING) & (index > 0)
     twin = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (tree.tokens[:, :, None] == tree.tokens[:, None, :])
     repeated = (twin & child[:, None, :] & (index < index[:, None])).any(-1)  # a lower sibling carries the token

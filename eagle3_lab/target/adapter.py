@@ -196,7 +196,7 @@ class HFTarget(FrozenTarget):
         room = few_sizes(capacity)
         free = self._free.setdefault((batch, room, needs), [])
         if not free:
-            cache = KVCache(self.spec.layers, batch, room, self.device)
+            cache = KVCache(self.spec.layers, batch, room, self.device, recorded=True)
             free.append(_Memory(cache, Captured(self.record, self.spec.name)))
         memory = free.pop()
         with torch.inference_mode():  # in which it was made

@@ -20,6 +20,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 SDPA, GROUPED = "sdpa", "eagle3_lab_grouped_sdpa"
 
+_OTHERS = {"position_bias", "softcap", "s_aux"}
+"""What some families' attention needs beside a mask; whoever gives one gets transformers' function."""
+
 
 def grouped_attention(
     module: nn.Module,
@@ -35,22 +38,17 @@ def grouped_attention(
     """An attention function as transformers calls it: query (B, heads, T, d), key and value (B, kv_heads, S, d), an
     additive or boolean mask (B, 1, T, S); out (B, T, heads, d)."""
     heads, rows, width = query.shape[1:]
-    kv_heads, slots = key.shape[1:3]
+    kv_heads = key.shape[1]
     shared = heads // kv_heads
-    # no more is copied of the mask than would be of keys and values
-    few = attention_mask is not None and attention_mask.shape[1] == 1 and rows <= 2 * kv_heads * width
-    if shared == 1 or not few or any(value is not None for value in (more.get("position_bias"), more.get("softcap"))):
+    few = rows <= 2 * kv_heads * width  # no more is copied of the mask than would be of keys and values
+    plain = attention_mask is not None and attention_mask.shape[1] == 1 and more.keys().isdisjoint(_OTHERS)
+    if attention_mask is None or not (shared > 1 and few and plain):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
         )
-    assert attention_mask is not None
+    mask = attention_mask if rows == 1 else attention_mask.repeat(1, 1, shared, 1)  # one row's is every head's
     out = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(-1, kv_heads, shared * rows, width),
-        key,
-        value,
-        attn_mask=attention_mask[..., :slots].repeat(1, 1, shared, 1),
-        dropout_p=dropout,
-        scale=scaling,
+        query.reshape(-1, kv_heads, shared * rows, width), key, value, mask, dropout, scale=scaling
     )
     return out.reshape(-1, heads, rows, out.shape[-1]).transpose(1, 2).contiguous(), None
 

@@ -173,7 +173,7 @@ class Eagle(Proposer):
             return KVCache(layers, batch, capacity, device), None
         room = few_sizes(capacity)
         if (batch, room) not in self._kept:
-            self._kept[batch, room] = KVCache(layers, batch, room, device), Captured(self._record, "the draft")
+            self._kept[batch, room] = KVCache(layers, batch, room, device, True), Captured(self._record, "the draft")
         cache, graphs = self._kept[batch, room]
         cache.reset()
         return cache, graphs
