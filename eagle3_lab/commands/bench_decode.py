@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands import inputs, stages
+from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_answer
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.heads import Heads, gather
 from eagle3_lab.commands.work import Work
@@ -22,7 +23,7 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.auto import Choice, Watching, choose_tree
 from eagle3_lab.decode.grow import DynamicTree
 from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.methods import DraftLM, Head, HeadTree, Method, PromptLookup, Vanilla
+from eagle3_lab.decode.methods import Head, HeadTree, Method, Vanilla
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import VANILLA, Evaluation
@@ -30,11 +31,11 @@ from eagle3_lab.experiment import Experiment
 from eagle3_lab.progress import stage
 from eagle3_lab.report.bench import BenchTable, MethodSpeed, RivalSpeed, as_json, as_text
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.rivals import Rival, assisted, lookups, plain
+from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.target.rivals import Rival
 from eagle3_lab.types import Decoded, Law, Proposer
 
 NODES = (1, 2, 4, 8, 16, 32, 60)
-WARM_UP = 8  # tokens
 WIDE = DynamicTree(levels=7, width=6, budget=48)  # the tree whose rounds tell what narrower ones would accept
 KEPT = 20  # of the most promising trees
 
@@ -88,7 +89,9 @@ def bench_decode(
     measured, calibration = asked[:prompts], asked[prompts:]
     contestants = _contestants(evaluation, target, heads)
     meter = _meter(target, contestants, evaluation, law, calibration[0], rounds)
-    methods, rivals, made = _speeds(target, contestants, law, evaluation, measured, calibration, meter, repeats)
+    methods, rivals, made = _speeds(
+        experiment.target, target, contestants, law, evaluation, measured, calibration, meter, repeats
+    )
     table = BenchTable(
         setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
         head="; ".join([trained, *(f"{name}: {one.path}" for name, one in heads.others.items())]),
@@ -155,6 +158,7 @@ def _meter(
 
 
 def _speeds(
+    choice: TargetChoice,
     target: HFTarget,
     contestants: Sequence[_Contestant],
     law: Law,
@@ -168,13 +172,13 @@ def _speeds(
     spread between the prompts, so that all see one machine."""
     limit = evaluation.max_new_tokens
     greedy = isinstance(law, SamplingLaw) and law.temperature == 0 and law.repetition_penalty == 1
-    offered = _rivals(evaluation) if greedy else []
-    with stage("warm-up", "answers", len(contestants) + len(offered) * len(calibration)) as s:
+    entered = offered(evaluation, choice, target) if greedy else []
+    with stage("warm-up", "answers", len(contestants) + len(entered) * len(calibration)) as s:
         meter.repeat()
         for c in contestants:
             answer(target, c.proposer, law, calibration[0], WARM_UP, Laps(target.device))
             s.advance()
-        rivals = _best(target, offered, calibration, limit, s.advance)
+        rivals = fastest(target, entered, calibration, limit, s.advance)
     drafting: dict[str, list[dict[str, float]]] = {c.name: [] for c in contestants}
     answers: dict[str, list[tuple[Decoded, float]]] = {c.name: [] for c in contestants}
     sizes: dict[str, list[int]] = {c.name: [] for c in contestants}
@@ -186,7 +190,7 @@ def _speeds(
                 meter.repeat()
             for one in everyone[i % len(everyone) :] + everyone[: i % len(everyone)]:
                 if isinstance(one, Rival):
-                    theirs[one.name].append(_rival_answer(target, one, ids, limit))
+                    theirs[one.name].append(timed_answer(target, one, ids, limit))
                 else:
                     drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit)
                     sized = Sized(one.proposer)
@@ -195,9 +199,10 @@ def _speeds(
                 s.advance()
     made = meter.curves()
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
+    ours = {c.name: [(len(d.tokens), s) for d, s in answers[c.name]] for c in contestants}
     return (
         [_speed(c, answers[c.name], sizes[c.name], Cycle.of(drafting[c.name]), made, base) for c in contestants],
-        [RivalSpeed.of(r.name, r.setting, theirs[r.name], base) for r in rivals],
+        [RivalSpeed.of(r.name, r.setting, theirs[r.name], base, {k: ours[k] for k in r.beside}) for r in rivals],
         made,
     )
 
@@ -246,39 +251,6 @@ def _trees(
         budgets=range(2, grow.budget + 1),
     )
     return found[:KEPT]
-
-
-def _rivals(evaluation: Evaluation) -> list[Rival]:
-    """transformers' counterparts of the methods at hand."""
-    offered = [plain()]
-    for method in evaluation.methods.values():
-        if isinstance(method, PromptLookup):
-            offered += lookups()
-        if isinstance(method, DraftLM) and method.target is not None:
-            offered += assisted(method.target.load())
-    return offered
-
-
-def _best(
-    target: HFTarget, offered: Sequence[Rival], calibration: Sequence[Sequence[int]], limit: int, on_step: _Step
-) -> list[Rival]:
-    """Of every rival the setting that was fastest on the calibration prompts, each warmed up first."""
-    rates: dict[str, tuple[float, Rival]] = {}
-    for rival in offered:
-        rival.answer(target, calibration[0], WARM_UP)
-        made = []
-        for ids in calibration:
-            made.append(_rival_answer(target, rival, ids, limit))
-            on_step()
-        rate = sum(tokens for tokens, _ in made) / sum(seconds for _, seconds in made)
-        if rival.name not in rates or rate > rates[rival.name][0]:
-            rates[rival.name] = rate, rival
-    return [rival for _, rival in rates.values()]
-
-
-def _rival_answer(target: HFTarget, rival: Rival, ids: Sequence[int], limit: int) -> tuple[int, float]:
-    made, seconds = timed(lambda: rival.answer(target, ids, limit), target.device)
-    return len(made), seconds
 
 
 def _speed(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+import torch
 
 from eagle3_lab.costs import Curves, Cycle
 from eagle3_lab.decode.auto import Choice
+from eagle3_lab.intervals import Interval, speedup_interval
 
 SHOWN = 3
+
+Answers = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,25 @@ class MethodSpeed:
 
 @dataclass(frozen=True)
 class RivalSpeed:
-    """One way of transformers' generate, at the fastest ``setting`` of those tried."""
+    """One way of transformers' generate, at the fastest ``setting`` of those tried; ``ours`` is how many times as fast
+    the fastest of our methods of that kind is, ``against``, over prompts resampled."""
 
     name: str
     setting: str
     tokens: int
     tokens_per_s: float
     speedup: float
+    against: str
+    ours: Interval
 
     @staticmethod
-    def of(name: str, setting: str, answers: Sequence[tuple[int, float]], base: float) -> RivalSpeed:
-        tokens = sum(n for n, _ in answers)
-        rate = tokens / sum(s for _, s in answers)
-        return RivalSpeed(name, setting, tokens, rate, rate / base)
+    def of(name: str, setting: str, answers: Answers, base: float, beside: Mapping[str, Answers]) -> RivalSpeed:
+        """``answers`` and, by method, those of our counterparts: tokens and seconds of every prompt."""
+        against = max(beside, key=lambda one: _rate(beside[one]))
+        (mine, my_seconds), (tokens, seconds) = zip(*beside[against], strict=True), zip(*answers, strict=True)
+        ours = speedup_interval(mine, my_seconds, tokens, seconds, torch.Generator().manual_seed(0))
+        rate = _rate(answers)
+        return RivalSpeed(name, setting, sum(tokens), rate, rate / base, against, ours)
 
 
 @dataclass(frozen=True)
@@ -103,8 +114,19 @@ def as_text(table: BenchTable) -> str:
     if table.rivals:
         lines += ["", "transformers' own generation, same model, prompts and lengths"]
         lines += _rows(
-            ["method", "setting", "tokens", "tokens/s", "x vanilla"],
-            [[r.name, r.setting, str(r.tokens), f"{r.tokens_per_s:.2f}", f"{r.speedup:.2f}"] for r in table.rivals],
+            ["method", "setting", "tokens", "tokens/s", "x vanilla", "ours", "times as fast"],
+            [
+                [
+                    r.name,
+                    r.setting,
+                    str(r.tokens),
+                    f"{r.tokens_per_s:.2f}",
+                    f"{r.speedup:.2f}",
+                    r.against,
+                    str(r.ours),
+                ]
+                for r in table.rivals
+            ],
         )
     if table.trees:
         lines += ["", "dynamic trees that promise most here, by the curves and what a wide tree's rounds accepted"]
@@ -116,6 +138,10 @@ def as_text(table: BenchTable) -> str:
             ],
         )
     return "\n".join(lines) + "\n"
+
+
+def _rate(answers: Answers) -> float:
+    return sum(tokens for tokens, _ in answers) / sum(seconds for _, seconds in answers)
 
 
 def _ms(seconds: float) -> str:

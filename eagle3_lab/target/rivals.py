@@ -15,25 +15,30 @@ from transformers import PreTrainedModel
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.attention import stock_attention
 
+AS_LOADED = ", as it loads models"
 PLAIN, LOOKUP, ASSISTED = "transformers", "transformers prompt lookup", "transformers assisted"
 
 
 @dataclass(frozen=True)
 class Rival:
     """One way of transformers' `generate`. ``options`` go to it as they are; ``assistant`` is the draft model, whose
-    own generation settings are ``drafting``."""
+    own generation settings are ``drafting``. ``beside``: our methods that do the same. ``on``: whose model it runs;
+    None: the very one that our decoder runs."""
 
     name: str
     setting: str
     options: dict[str, int] = field(default_factory=dict)
     assistant: HFTarget | None = None
     drafting: dict[str, int | float | str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    on: HFTarget | None = None
 
     @torch.inference_mode()
     def answer(self, target: HFTarget, ids: Sequence[int], tokens: int) -> list[int]:
         """At most ``tokens`` tokens, the end token included."""
         prompt = torch.tensor([list(ids)], device=target.device)
         more: dict[str, object] = dict(self.options)
+        target = self.on or target
         models = [target.model]
         if self.assistant is not None:
             models.append(self.assistant.model)

@@ -39,7 +39,13 @@ def test_curves_predictions_and_rivals_of_every_method(bench: Bench, tmp_path: P
     assert methods["vanilla"]["tau"] == 1.0
     assert methods["lm"]["tau"] > 2  # the target drafts for itself; the last round is cut
     rivals = {row["name"] for row in said["rivals"]}
-    assert rivals == {"transformers", "transformers prompt lookup", "transformers assisted"}
+    own = {"transformers", "transformers prompt lookup", "transformers assisted"}
+    assert rivals == own | {f"{name}, as it loads models" for name in own}, "on our layers and on its own"
+    assert [row["against"] for row in said["rivals"]] == ["vanilla", "lookup", "lm"] * 2
+    for row in said["rivals"]:
+        ours = methods[row["against"]]["tokens_per_s"] / row["tokens_per_s"]
+        assert row["ours"]["low"] <= row["ours"]["value"] <= row["ours"]["high"]
+        assert row["ours"]["value"] == pytest.approx(ours)
     assert len({row["tokens"] for row in said["rivals"]}) == 1
 
 
