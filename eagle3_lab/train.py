@@ -122,7 +122,7 @@ class Optimization:
             raise ValueError(f"optimizer.final must be in [0, 1], a share of lr, got {self.final}")
 
     def adamw(self, module: nn.Module) -> torch.optim.AdamW:
-        """AdamW at the peak rate over what ``module`` trains; fused, since the plain one copies every weight twice on its
+        """AdamW at the peak rate over what ``module`` trains; fused, as the plain one copies each weight twice on its
         way, which for a head of a whole vocabulary is more than the loss takes."""
         decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
         others = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]

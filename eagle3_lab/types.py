@@ -323,6 +323,8 @@ class Tree:
         """
         nodes = self.tokens.shape[1]
         real = self.parents != PADDING
+        if nodes == 1:
+            return real[:, :, None]
         eye = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
         parent = torch.zeros_like(eye).expand(*self.tokens.shape, nodes).clone()
         parent.scatter_(2, self.parents.clamp(min=0)[..., None], True)

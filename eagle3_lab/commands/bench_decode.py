@@ -179,7 +179,7 @@ def _speeds(
             answer(target, c.proposer, law, calibration[0], WARM_UP, Laps(target.device))
             s.advance()
         rivals = fastest(target, entered, calibration, limit, s.advance)
-    drafting: dict[str, list[dict[str, float]]] = {c.name: [] for c in contestants}
+    drafting: dict[str, list[tuple[int, float]]] = {c.name: [] for c in contestants}
     answers: dict[str, list[tuple[Decoded, float]]] = {c.name: [] for c in contestants}
     sizes: dict[str, list[int]] = {c.name: [] for c in contestants}
     theirs: dict[str, list[tuple[int, float]]] = {r.name: [] for r in rivals}
@@ -201,17 +201,28 @@ def _speeds(
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
     ours = {c.name: [(len(d.tokens), s) for d, s in answers[c.name]] for c in contestants}
     return (
-        [_speed(c, answers[c.name], sizes[c.name], Cycle.of(drafting[c.name]), made, base) for c in contestants],
+        [_speed(c, answers[c.name], sizes[c.name], _by_size(drafting[c.name]), made, base) for c in contestants],
         [RivalSpeed.of(r.name, r.setting, theirs[r.name], base, {k: ours[k] for k in r.beside}) for r in rivals],
         made,
     )
 
 
-def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int) -> list[dict[str, float]]:
-    """A method's own rounds on a calibration prompt; of them only the draft's part goes into a prediction."""
-    clock = Laps(target.device)
-    answer(target, one.proposer, law, ids, limit, clock, end_tokens=target.spec.end_tokens)
-    return clock.rounds[1:]
+def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int) -> list[tuple[int, float]]:
+    """A method's own rounds on a calibration prompt: places scored, and seconds of drafting, which alone go into a
+    prediction."""
+    clock, sized = Laps(target.device), Sized(one.proposer)
+    answer(target, sized, law, ids, limit, clock, end_tokens=target.spec.end_tokens)
+    drafted = [round.get("draft", 0.0) for round in clock.rounds]
+    return list(zip(sized.extents, drafted, strict=False))[1:]  # plain rounds, if any, come last
+
+
+def _by_size(rounds: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Median seconds of drafting, by how many places were scored: what drafts more takes longer. Raises ValueError
+    where no round was measured."""
+    if not rounds:
+        raise ValueError("no round was measured: answers of two tokens at least are needed")
+    sizes = {size for size, _ in rounds}
+    return {size: statistics.median(s for n, s in rounds if n == size) for size in sizes}
 
 
 def _answer(
@@ -257,21 +268,22 @@ def _speed(
     contestant: _Contestant,
     answers: Sequence[tuple[Decoded, float]],
     sizes: Sequence[int],
-    calibrated: Cycle,
+    drafting: dict[int, float],
     made: Curves,
     base: float,
 ) -> MethodSpeed:
     nodes = contestant.proposer.nodes
     scored = sizes or [nodes]  # no tree was proposed where every answer was one token
-    verify, host, forward = (
+    draft, verify, host, forward = (
         statistics.fmean(between(curve, n) for n in scored)
         for curve in (
+            drafting,
             {n: c.verify for n, c in made.verify.items()},
             {n: c.host for n, c in made.verify.items()},
             made.forward,
         )
     )
-    cycle = Cycle(calibrated.draft, verify, host)
+    cycle = Cycle(draft, verify, host)
     tokens = [len(d.tokens) for d, _ in answers]
     rounds = sum(len(d.rounds) for d, _ in answers)
     tau = sum(r.emitted for d, _ in answers for r in d.rounds) / max(rounds, 1)
