@@ -31,6 +31,9 @@ from torch import Tensor, nn
 Carry = Tensor | tuple[Tensor, ...]
 """What a draft hands from one step to the next: rows on axis 1, otherwise the method's own."""
 
+COLDEST = 1e-6
+"""The lowest temperature that is not 0, greedy: divided by less, logits leave float32's range and a law becomes NaN."""
+
 PADDING = -1
 """A parent, document or path index that stands for nothing."""
 

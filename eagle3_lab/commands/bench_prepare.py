@@ -26,6 +26,7 @@ from eagle3_lab.progress import stage
 from eagle3_lab.provenance import machine
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.rivals import CACHES, Batched
+from eagle3_lab.types import COLDEST
 
 OURS = "ours"
 Made = list[tuple[int, ...]]
@@ -76,8 +77,10 @@ def bench_prepare(
     for name, value in (("count", count), ("rows", rows), ("tokens", tokens), ("pairs", pairs)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
-    if temperature < 0 or (top_p is not None and not 0 < top_p <= 1):
-        raise UserError(f"--temperature: must be >= 0, --top-p in (0, 1], got {temperature} and {top_p}")
+    if temperature != 0 and not temperature >= COLDEST:
+        raise UserError(f"--temperature: must be 0 or at least {COLDEST:g}, got {temperature}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p: must lie in (0, 1], got {top_p}")
     require_place(json, "--json")
     target = inputs.load_target(experiment)
     ids = _ids(target, prompts, count, tokens)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.card import card_text, data_card
-from eagle3_lab.commands.files import write_text
+from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.stream import Ink
 from eagle3_lab.data.documents import Document
 from eagle3_lab.data.prepared import manifest_of, read_manifest
@@ -35,6 +35,7 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
     """
     if show < 0:
         raise UserError(f"--show: must be >= 0, got {show}")
+    _require_ours(output)
     if experiment.data is None or experiment.model is None:
         missing = "data" if experiment.data is None else "model"
         raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
@@ -68,6 +69,15 @@ def show_document(document: Document, tokenizer: PreTrainedTokenizerBase, ink: I
 def _visible(text: str) -> str:
     """Control characters as their escapes: a text must not steer the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def _require_ours(output: Path | None) -> None:
+    """Refuse a place that cannot be written, or holds what no `prepare` wrote: it might be the prompts themselves."""
+    require_place(output, "--output")
+    if output is not None and output.suffix == ".gz":
+        raise UserError(f"--output: {output}: plain text is written; name a file without .gz")
+    if output is not None and output.exists() and not manifest_of(output).is_file():
+        raise UserError(f"--output: {output} is there and has no {manifest_of(output).name} beside it; name a new file")
 
 
 def _write(output: Path, file: Path | None, card: dict) -> None:

@@ -20,6 +20,7 @@ from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import COLDEST
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Answers:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"answers.temperature must be >= 0, got {self.temperature}")
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(f"answers.temperature must be 0 or at least {COLDEST:g}, got {self.temperature}")
         if self.max_new_tokens < 1:
             raise ValueError(f"answers.max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if self.rows < 1:

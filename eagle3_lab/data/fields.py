@@ -60,25 +60,32 @@ class Fields:
         Raises:
             UserError: a map that does not fit, or a record that says nothing by itself.
         """
+        system = None if self.system is None else _value(record, self.system, "system", place)
         if self.messages is not None:
-            system = None if self.system is None else _value(record, self.system, "system", place)
             return read_sharegpt(_value(record, self.messages, "messages", place), system, place, self.messages)
         if self.question:
             return self._asked(record, place)
+        for column in ("messages", "conversations"):
+            if column in record and system is not None:
+                return read_sharegpt(record[column], system, place, column)
         if "messages" in record or "conversations" in record:
             return read_turns(dict(record), place)
         if "turns" in record:
-            return _questions(record["turns"], place)
+            return [*self._system(record, place), *_questions(record["turns"], place)]
         raise UserError(
             f"{place}: none of {', '.join(NAMED_BY_THEMSELVES)} among the keys ({names(record)}); one of them, or a "
             "field map (fields: {question: [KEY]}) is needed"
         )
 
+    def _system(self, record: Mapping[str, Any], place: str) -> list[Message]:
+        """The system turn, where a column is named and holds one."""
+        if self.system is None or not (system := _value(record, self.system, "system", place)):
+            return []
+        return [{"role": "system", "content": _text(system, f"{place}: {self.system}")}]
+
     def _asked(self, record: Mapping[str, Any], place: str) -> list[Message]:
         values = [_value(record, column, "question", place) for column in self.question]
-        turns: list[Message] = []
-        if self.system is not None and (system := _value(record, self.system, "system", place)):
-            turns.append({"role": "system", "content": _text(system, f"{place}: {self.system}")})
+        turns = self._system(record, place)
         if isinstance(values[0], list):
             texts = [_text(value, f"{place}: {self.question[0]}[{i}]") for i, value in enumerate(values[0])]
         else:

@@ -97,6 +97,8 @@ def journal(path: Path) -> Iterator[Journal]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"{path}: another process is at the same work; wait for it, or stop it") from None
+        if not path.exists():  # between our opening it and locking it, another process finished and removed it
+            raise UserError(f"{path}: another process has just finished the same work; run again to go on with it")
         yield Journal(path, descriptor)
     finally:
         os.close(descriptor)
@@ -112,6 +114,8 @@ def _whole_lines(path: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), str) or "value" not in record:
+            break  # no line of ours
         found[record["step"]] = record["value"]
         size += len(line) + 1
     if size < len(data):

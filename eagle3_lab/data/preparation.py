@@ -21,7 +21,7 @@ from eagle3_lab.data.conversations import Report, usable_beginning
 from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, reasons
 from eagle3_lab.data.journal import Journal, journal
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised
-from eagle3_lab.data.prepared import answered, as_they_stand, manifest_of, put, tallies
+from eagle3_lab.data.prepared import answered, as_they_stand, manifest_of, put, require_whole, tallies
 from eagle3_lab.data.prompts import Desk, Prompts, Talk, in_order_of, questions
 from eagle3_lab.data.records import file_hash
 from eagle3_lab.data.regenerate import ARITHMETIC
@@ -30,6 +30,7 @@ from eagle3_lab.data.tasks import Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.progress import stage
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import COLDEST
 
 VERSION = 2  # of what is made: another one is made anew
 UNSEEN = ("concurrency", "retries", "timeout_s", "key_file", "remote")
@@ -60,6 +61,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"sampling.temperature must be >= 0, got {self.temperature}")
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(f"sampling.temperature must be 0 or at least {COLDEST:g}, got {self.temperature}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p must lie in (0, 1] (null: off), got {self.top_p}")
         if not 0 <= self.greedy_share <= 1:
@@ -162,6 +165,7 @@ class Preparation:
         place = self.place(target, chat, folder)
         unfinished = place.with_suffix(".unfinished")
         if place.is_file():
+            require_whole(place)
             unfinished.unlink(missing_ok=True)  # a kill behind the last write left it
             return place
         with journal(unfinished) as kept:

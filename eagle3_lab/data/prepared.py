@@ -82,11 +82,23 @@ def read_manifest(file: Path) -> dict[str, Any]:
     return said
 
 
+def require_whole(file: Path) -> None:
+    """Refuse a prepared file that is not the one its manifest describes. Raises UserError."""
+    said = read_manifest(file).get("sha256")
+    if said != hashlib.sha256(file.read_bytes()).hexdigest():
+        raise UserError(
+            f"{file}: is not what {manifest_of(file).name} beside it describes; remove it, and it is prepared anew"
+        )
+
+
 def put(place: Path, text: str) -> None:
     """Write a file whole or not at all. Raises UserError where that cannot be written."""
     temporary = place.with_name(f".{place.name}-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, place)
     except OSError as error:
         raise UserError(f"{place}: cannot be written ({error.strerror}); free space, or set EAGLE3_LAB_CACHE") from None

@@ -177,4 +177,9 @@ class Mixture(Prompts):
         return {"mixture": parts, "total": self.total, "seed": self.seed}
 
     def licences(self) -> dict[str, str]:
-        return {name: terms for part in self.parts for name, terms in part.prompts.licences().items()}
+        """All terms of sources of one name, where parts state different ones."""
+        found: dict[str, dict[str, None]] = {}
+        for part in self.parts:
+            for name, terms in part.prompts.licences().items():
+                found.setdefault(name, {})[terms] = None
+        return {name: "; ".join(terms) for name, terms in found.items()}

@@ -21,6 +21,7 @@ from eagle3_lab.data.regenerate import answers, hash_seed
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import COLDEST
 
 SAME_BEGINNING = 8  # words: turns that begin alike are one turn
 
@@ -60,8 +61,8 @@ class SelfWritten(Prompts):
         for name, value in (("count", count), ("max_tokens", max_tokens), ("rows", rows), ("attempts", attempts)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be > 0, got {temperature}")
+        if not temperature >= COLDEST:
+            raise ValueError(f"temperature must be >= {COLDEST:g}, got {temperature}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1] (null: off), got {top_p}")
         if not 1 <= min_words <= max_words:

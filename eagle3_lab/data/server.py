@@ -30,6 +30,7 @@ from eagle3_lab.data.regenerate import hash_seed
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 
+LONGEST_S = 86_400
 WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before the first retry, doubled each time, and the longest
 TRY_AGAIN = (408, 429, 500, 502, 503, 504)
 
@@ -74,6 +75,8 @@ class Server:
         for name, value in (("concurrency", self.concurrency), ("timeout_s", self.timeout_s)):
             if not value > 0:
                 raise ValueError(f"server.{name} must be > 0, got {value}")
+        if self.timeout_s > LONGEST_S:
+            raise ValueError(f"server.timeout_s must be <= {LONGEST_S}, a day, got {self.timeout_s}")
         if self.retries < 0:
             raise ValueError(f"server.retries must be >= 0, got {self.retries}")
 
@@ -196,7 +199,7 @@ class ByServer(Answerer):
     def _parsed(self, data: bytes) -> dict[str, Any]:
         try:
             reply = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
             raise UserError(f"server.url: {self.server.url} answered {_short(data)}; a JSON object is needed")

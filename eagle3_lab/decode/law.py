@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle3_lab.types import PADDING, Law, Tree
+from eagle3_lab.types import COLDEST, PADDING, Law, Tree
 
 
 class SamplingLaw(Law):
@@ -37,6 +37,8 @@ class SamplingLaw(Law):
     ) -> None:
         if not (temperature >= 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        if 0 < temperature < COLDEST:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {COLDEST:g}, got {temperature}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be >= 1 (null: off), got {top_k}")
         if top_p is not None and not 0 < top_p <= 1:

@@ -110,6 +110,8 @@ class HeadTree(Method):
         self.grow, self.head = grow, named_head(head)
         self.verifier = verifier or ExactVerifier()
         self.law, self.replacement = law, replacement
+        if grow.draws:
+            raise ValueError(f"grow must be a shape, and law what is drawn from it, got {type(grow).__name__}")
         if law is not None:
             require_drawn(law, grow, self.verifier)
         elif replacement:

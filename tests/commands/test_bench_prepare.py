@@ -55,7 +55,8 @@ def test_answers_may_end_before_and_may_be_drawn(bench: Bench, asked: str, tmp_p
         (("--pairs", "0"), "--pairs: must be >= 1, got 0"),
         (("--count", "10"), "--count: 10, but ASKED has 9 prompts; a smaller number"),
         (("--tokens", "300"), "--tokens: 300 behind a prompt of "),
-        (("--top_p", "1.5"), "--temperature: must be >= 0, --top-p in (0, 1], got 0.0 and 1.5"),
+        (("--top_p", "1.5"), "--top-p: must lie in (0, 1], got 1.5"),
+        (("--temperature", "1e-45"), "--temperature: must be 0 or at least 1e-06, got 1e-45"),
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(

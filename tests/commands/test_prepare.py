@@ -209,6 +209,31 @@ def test_a_server_answers_the_training_part_and_the_target_what_is_held_out(tiny
         assert record["messages"][1]["content"].startswith("served ") == (record["split"] == "train")
 
 
+def test_what_no_prepare_wrote_is_never_overwritten(tiny: TinyLab, tmp_path: Path) -> None:
+    prompts = tmp_path / "m.jsonl"
+    file = experiment(tiny, tmp_path, files(write(prompts, [asked(q) for q in QUESTIONS])))
+    before = prompts.read_bytes()
+    ran = run("prepare", str(file), "--output", str(prompts))
+    assert ran.code == 2 and len(ran.complaints) == 1
+    assert f"--output: {prompts} is there and has no m.manifest.json beside it; name a new file" in ran.complaints[0]
+    assert prompts.read_bytes() == before
+    ran = run("prepare", str(file), "--output", str(tmp_path / "o.jsonl.gz"))
+    assert ran.code == 2 and "plain text is written; name a file without .gz" in ran.complaints[0]
+    output = tmp_path / "o.jsonl"
+    for _ in range(2):  # its own file may be written anew
+        assert run("prepare", str(file), "--output", str(output)).code == 0
+
+
+def test_a_finished_file_that_lost_lines_is_not_taken_for_whole(tiny: TinyLab, tmp_path: Path) -> None:
+    file = experiment(tiny, tmp_path, files(write(tmp_path / "m.jsonl", [asked(q) for q in QUESTIONS])))
+    said = run("prepare", str(file)).out
+    kept = Path(next(line for line in said.splitlines() if line.startswith("conversations: ")).partition(": ")[2])
+    kept.write_bytes(b"".join(kept.read_bytes().splitlines(keepends=True)[:-2]))
+    ran = run("prepare", str(file))
+    assert ran.code == 2 and len(ran.complaints) == 1
+    assert f"{kept}: is not what" in ran.complaints[0] and "remove it" in ran.complaints[0]
+
+
 # ----------------------------------------------------------------------------------------------- manifest, card, look
 
 

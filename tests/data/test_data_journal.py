@@ -61,3 +61,24 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/j: cannot be written"), journal(tmp_path / "file" / "j"):
         pass
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "{}", '{"step": 1, "value": 2}', '{"step": "b"}'])
+def test_a_line_that_no_journal_wrote_and_all_behind_it_are_dropped(line: str, tmp_path: Path) -> None:
+    first = json.dumps({"step": "a", "value": STEPS["a"]})
+    (tmp_path / "j").write_text(f"{first}\n{line}\n{first}\n")
+    with journal(tmp_path / "j") as kept:
+        assert fill(kept) == ["b", "c"]
+
+
+def test_a_job_that_another_process_has_just_finished_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "j"
+
+    def flock(descriptor: int, how: int) -> None:
+        place.unlink()  # the other one's last act, before it lets go
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match="another process has just finished the same work; run again"), journal(place):
+        pass

@@ -251,7 +251,7 @@ def test_the_key_tells_whatever_decides_the_file(target: HFTarget, chat: Chat, a
         (lambda p: Preparation(p, rows=0), r"prepare\.rows must be >= 1, got 0"),
         (lambda p: Preparation(p, regenerate=False, server=Server()), r"prepare\.server must be null"),
         (lambda p: SelfWritten(0), r"count must be >= 1"),
-        (lambda p: SelfWritten(1, temperature=0.0), r"temperature must be > 0"),
+        (lambda p: SelfWritten(1, temperature=0.0), r"temperature must be >= 1e-06, got 0"),
         (lambda p: SelfWritten(1, min_words=9, max_words=8), r"min_words must be within 1\.\.max_words, 8, got 9"),
     ],
 )

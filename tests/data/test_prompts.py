@@ -113,6 +113,24 @@ def test_a_field_map_makes_a_question_of_columns(tmp_path: Path) -> None:
     assert contents(other) == ["user: Do: b", "assistant: "]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "q"}]},
+        {"conversations": [{"from": "human", "value": "q"}]},
+        {"turns": ["q"]},
+    ],
+)
+def test_a_column_of_the_system_turn_counts_for_records_that_say_the_rest_themselves(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "p.jsonl", record | {"who": "s"})
+    (one,) = read(PromptFiles(path, Fields(system="who")))
+    assert contents(one) == ["system: s", "user: q"]
+    with pytest.raises(UserError, match=r"p\.jsonl:1: fields\.system: no column 'whom'"):
+        read(PromptFiles(path, Fields(system="whom")))
+
+
 def test_a_column_that_holds_a_list_is_several_questions(tmp_path: Path) -> None:
     (one,) = read(PromptFiles(write(tmp_path / "p.jsonl", {"prompt": ["a", "b"]}), Fields(question=("prompt",))))
     assert contents(one) == ["user: a", "user: b"]
@@ -249,6 +267,10 @@ def test_a_share_that_a_source_does_not_have_is_one_line() -> None:
 
 def test_licences_of_all_parts_come_along() -> None:
     assert Mixture([Share(Listed("a", 1)), Share(Listed("b", 1))]).licences() == {"a": "of a", "b": "of b"}
+    one, other = Listed("a", 1), Listed("a", 1)
+    other.licences = lambda: {"a": "other terms"}  # type: ignore[method-assign]
+    mixed = Mixture([Share(one), Share(other), Share(one)])
+    assert mixed.licences() == {"a": "of a; other terms"}, "sources of one name keep all their terms"
 
 
 # ------------------------------------------------------------------------------------------- what can be asked anew

@@ -112,6 +112,7 @@ def test_what_fails_for_the_moment_is_tried_again_later_and_later(
         ((200, b"<html>\nnot for you</html>"), r"answered '<html> not for you</html>'; a JSON object"),
         ((200, b"\xff\xfe\x00"), r"a JSON object is needed"),
         ((200, b"[]"), r"answered '\[\]'; a JSON object"),
+        ((200, b"[" * 100_000), r"answered '\[\[.*; a JSON object"),
         ((200, b"{}"), r"answered choices null; one choice"),
         ((200, b'{"choices": []}'), r"answered choices a list of 0; one choice"),
         ((200, b'{"choices": ["x"]}'), r"text null, finish_reason null"),

@@ -291,3 +291,10 @@ def test_the_same_is_refused_in_a_notebook() -> None:
         HeadTree(DynamicTree(3, 2, 6), law=DRAFT)
     with pytest.raises(ValueError, match="TypicalVerifier judges fixed ones only"):
         HeadTree(Chain(3), TypicalVerifier(), law=DRAFT)
+
+
+def test_a_tree_made_for_drawing_is_no_shape() -> None:
+    """`law` checks what is drawn from it; a `DrawnTree` given as the shape would go past that."""
+    drawn = DrawnTree(Chain(2), SamplingLaw(1.0), 300)
+    with pytest.raises(ValueError, match="grow must be a shape, and law what is drawn from it, got DrawnTree"):
+        HeadTree(drawn)

@@ -124,6 +124,7 @@ def test_half_precision_logits_give_a_float32_law(dtype: torch.dtype) -> None:
     ("options", "words"),
     [
         ({"temperature": -0.1}, "temperature must be finite and >= 0, got -0.1"),
+        ({"temperature": 1e-38}, r"temperature must be 0 \(greedy\) or at least 1e-06, got 1e-38"),
         ({"temperature": float("nan")}, "temperature .* got nan"),
         ({"top_k": 0}, "top_k must be >= 1 .* got 0"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\] .* got 0.0"),
