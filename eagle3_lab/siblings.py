@@ -36,13 +36,12 @@ class Siblings(Family):
 
     def product(self, layer: PackedLinear, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows M"] | None:
         place = self._place[id(layer)]
-        if x is self._input:
-            part = self._parts.pop(place, None)
+        if place > 0:
+            part = self._parts.pop(place, None) if x is self._input else None
             if not self._parts:
                 self._input = None
             return part
-        layout = self._laid_out() if place == 0 else None
-        if layout is None:
+        if (layout := self._laid_out()) is None:
             return None
         first, *others = multiply(x, layout, self._bias).split(self._widths, -1)
         self._input, self._parts = x, dict(enumerate(others, start=1))

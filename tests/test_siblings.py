@@ -76,6 +76,17 @@ def test_one_that_is_asked_with_another_tensor_multiplies_alone() -> None:
         torch.testing.assert_close(block.v(x), plain.v(x))
 
 
+def test_the_first_asked_again_multiplies_anew_for_all() -> None:
+    """Also where some of the others did not ask in between, and the tensor was written to."""
+    plain, block = joined()
+    x = torch.randn(2, 24)
+    with torch.no_grad():
+        block.q(x), block.k(x)
+        x.mul_(2.0)
+        block.q(x)
+        torch.testing.assert_close(block.v(x), plain.v(x))
+
+
 def test_nothing_is_held_once_all_have_asked() -> None:
     _, block = joined()
     with torch.inference_mode():

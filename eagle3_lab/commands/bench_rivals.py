@@ -44,14 +44,14 @@ def _on(looking: tuple[str, ...], drafts: Sequence[tuple[HFTarget, tuple[str, ..
 
 def fastest(
     target: HFTarget,
-    offered: Sequence[Rival],
+    entered: Sequence[Rival],
     calibration: Sequence[Sequence[int]],
     limit: int,
     on_step: Callable[[], None],
 ) -> list[Rival]:
     """Of every rival the setting that was fastest on the calibration prompts, each warmed up first."""
     rates: dict[str, tuple[float, Rival]] = {}
-    for rival in offered:
+    for rival in entered:
         rival.answer(target, calibration[0], WARM_UP)
         made = []
         for ids in calibration:

@@ -36,7 +36,9 @@ def grouped_attention(
     **more: Any,  # noqa: ANN401 - what a family's attention passes on differs from version to version
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function as transformers calls it: query (B, heads, T, d), key and value (B, kv_heads, S, d), an
-    additive or boolean mask (B, 1, T, S); out (B, T, heads, d)."""
+    additive or boolean mask (B, 1, T, S); out (B, T, heads, d).
+
+    Source: transformers integrations/sdpa_attention.py, which repeats keys and values (`repeat_kv`)."""
     heads, rows, width = query.shape[1:]
     kv_heads = key.shape[1]
     shared = heads // kv_heads
