@@ -50,6 +50,8 @@ class Model:
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
         budget_mib: memory, in MiB, of head and loss, gradients included: how many rows are worked off together, never
             what comes out; null: all at once. Laws and logits get at least an eighth of it.
+        compile_loss: let torch compile what logits and laws pass through, once, in 10 to 20 s: faster from then on,
+            equal but for rounding. Needs a compiler (for C++ on a CPU).
         noise: disturbs the states that the draft reads, in training; null: none.
         start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,
             without its ending, such as ``experiments/hass``, or a ``draft.ckpt``; null:
@@ -74,6 +76,7 @@ class Model:
     noise: FeatureNoise | None = None
     start: Path | None = None
     budget_mib: int | None = 256
+    compile_loss: bool = False
     public: str | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +88,14 @@ class Model:
     def loss(self) -> UnrolledLoss:
         """The loss these options describe. Raises ValueError for options that contradict each other."""
         return UnrolledLoss(
-            self.losses, self.step_decay, self.mask, self.edge, self.oov, self.reduction, self.budget_mib
+            terms=self.losses,
+            step_decay=self.step_decay,
+            mask=self.mask,
+            edge=self.edge,
+            oov=self.oov,
+            reduction=self.reduction,
+            budget_mib=self.budget_mib,
+            compiled=self.compile_loss,
         )
 
 

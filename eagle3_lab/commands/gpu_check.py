@@ -137,15 +137,16 @@ def agreement(bench: Bench) -> dict[str, object]:
     return found
 
 
-def training(bench: Bench) -> dict[str, object]:
-    """Steps of the whole training path but for the trainer: features, unroll, loss, backward, AdamW."""
+def training(bench: Bench, compiled: bool = False) -> dict[str, object]:
+    """Steps of the whole training path but for the trainer: features, unroll, loss, backward, AdamW. The first two are
+    not counted, in which ``compiled`` compiles the loss."""
     s = bench.sizes
     ids = torch.randint(s.vocab, (1, s.rows), generator=torch.Generator().manual_seed(2)).to(bench.device)
     position = torch.arange(s.rows, device=bench.device)[None]
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), position, torch.zeros_like(ids))
-    unroll, loss = Unroll(s.depth), UnrolledLoss([SoftCE(1.0)])
+    unroll, loss = Unroll(s.depth), UnrolledLoss([SoftCE(1.0)], compiled=compiled)
     parameters = [p for m in (bench.source, bench.draft) for p in m.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     needs = Needs(layers=bench.source.layers(s.layers), top=True)
     seconds, losses = [], []
     for _ in range(s.steps + 2):
@@ -186,6 +187,7 @@ def run(sizes: Sizes, tests: bool, limit_s: float = LIMIT_S) -> dict[str, object
         "agreement": agreement,
         "training": training,
         "decoding_captured": lambda b: decoding(b, b.record()),
+        "training_compiled": lambda b: training(b, compiled=True),
     }
     for name, part in parts.items():
         if time.monotonic() - began > 0.8 * limit_s:

@@ -8,22 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.teacher import Teacher
+from eagle3_lab.errors import UserError
+
+Losses = Callable[[Float[Tensor, "R Vd"], Teacher, Float[Tensor, ""]], Float[Tensor, " R"]]
+"""The unweighted losses of R rows' log-laws, given their teachers and the mean acceptance of their step."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What R rows learn. ``losses`` of some rows' log-laws and teachers, unweighted; ``weight`` of each row in the sum;
-    ``factor`` of the sum, in the gradient alone."""
+    """What R rows learn. ``losses`` None: no term reads the draft's law; ``acceptance`` is of the rows' step;
+    ``weight`` of each row in the sum; ``factor`` of the sum, in the gradient alone; ``compiled``: what a run of rows
+    passes through on its way to a gradient is one fused operation."""
 
-    losses: Callable[[Tensor, Teacher], Tensor]
+    losses: Losses | None
+    acceptance: Float[Tensor, ""]
     weight: Float[Tensor, " R"]
     factor: Float[Tensor, ""]
+    compiled: bool = False
+
+    def lost(self, log_q: Tensor, teacher: Teacher, here: slice) -> Tensor:
+        """The weighted sum of a run of rows."""
+        if self.losses is None:
+            return log_q.new_zeros(())
+        return (self.losses(log_q, teacher, self.acceptance) * self.weight[here]).sum()
 
 
 @dataclass(frozen=True)
@@ -46,29 +60,64 @@ def compare(
     learned: Learned | None,
 ) -> Compared:
     """``law`` gives the teachers of a run of rows, ``at_once`` says how long those are. ``learned`` None: the rows are
-    judged by their arg-max alone, and loss and overlap are 0."""
+    judged by their arg-max alone, and loss and overlap are 0.
+
+    Raises:
+        UserError: compiling is asked for and fails, as it does without a compiler for C++.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    learning = learned is not None and logits.requires_grad
+    learning = logits.requires_grad and learned is not None and learned.losses is not None
     logits = logits.detach()
     gradient = torch.empty_like(logits) if learning else None
     hit = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
     overlap, loss = logits.new_zeros(logits.shape[0], dtype=wide), logits.new_zeros((), dtype=wide)
     for here in runs(logits.shape[0], at_once):
-        teacher, some = law(here), logits[here].requires_grad_(learning)
-        log_q = log_law(some)
-        with torch.no_grad():
-            hit[here] = vocab[log_q.argmax(-1)] == teacher.argmax
-            if learned is None:
-                continue
-            overlap[here] = teacher.overlap(log_q)
-        lost = (learned.losses(log_q, teacher) * learned.weight[here]).sum()
-        loss += lost.detach()
-        if gradient is not None and lost.requires_grad:
-            (gradient[here],) = torch.autograd.grad(lost * learned.factor, some)
+        teacher, some = law(here), logits[here]
+        if learned is None:
+            hit[here] = _hits(log_law(some), teacher, vocab)
+            continue
+        if gradient is not None and learned.compiled and some.shape[0] > 1:  # one row would be compiled apart
+            lost, hit[here], overlap[here], gradient[here] = _fused(
+                learned.losses, some, teacher, learned.acceptance, learned.weight[here], learned.factor, vocab
+            )
         else:
-            gradient = None  # no term reads the draft's law
-        del log_q, lost  # or they would live while the next rows' are made
+            log_q = log_law(some.requires_grad_(learning))
+            lost = learned.lost(log_q, teacher, here)
+            with torch.no_grad():
+                hit[here], overlap[here] = _hits(log_q, teacher, vocab), teacher.overlap(log_q)
+            if gradient is not None:
+                (gradient[here],) = torch.autograd.grad(lost * learned.factor, some)
+            del log_q  # or it would live while the next rows' is made
+        loss += lost.detach()
     return Compared(hit, overlap, loss, gradient)
+
+
+def _learn(
+    losses: Losses, logits: Tensor, teacher: Teacher, acceptance: Tensor, weight: Tensor, factor: Tensor, vocab: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, hits, overlaps and gradient of a run of rows, as a function that torch can compile as a whole."""
+
+    def value(logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        log_q = log_law(logits)
+        lost = (losses(log_q, teacher, acceptance) * weight).sum()
+        return lost * factor, (lost, log_q)
+
+    gradient, (lost, log_q) = torch.func.grad(value, has_aux=True)(logits)
+    return lost, _hits(log_q, teacher, vocab), teacher.overlap(log_q), gradient
+
+
+def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
+    """`_learn`, compiled: some fourteen operations that each read and write float32 arrays become a few."""
+    from torch._dynamo.exc import BackendCompilerFailed  # a second of imports, for those who compile
+
+    try:
+        return torch.compile(_learn, dynamic=True, fullgraph=True)(*run)
+    except BackendCompilerFailed as error:
+        why = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.compile_loss: true, but torch could not compile on this machine ({why}); a compiler for C++ is "
+            "needed on a CPU, triton on a GPU; or leave it out"
+        ) from None
 
 
 def runs(rows: int, at_once: int) -> Iterator[slice]:
@@ -79,3 +128,7 @@ def runs(rows: int, at_once: int) -> Iterator[slice]:
 def log_law(logits: Float[Tensor, "R Vd"]) -> Float[Tensor, "R Vd"]:
     """Log-probabilities, in float32 at least."""
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _hits(log_q: Tensor, teacher: Teacher, vocab: Tensor) -> Tensor:
+    return vocab[log_q.argmax(-1)] == teacher.argmax

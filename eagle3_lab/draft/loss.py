@@ -62,6 +62,7 @@ class UnrolledLoss:
     the memory, in MiB, of head and loss: the gradients of the head and of its inputs, which must live, and laws and
     logits beside them, which get what is left and at least an eighth. It decides how many rows are worked off together
     (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
+    ``compiled``: torch compiles the comparison of logits and laws, once (:mod:`eagle3_lab.draft.compare`).
 
     Raises:
         ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, ``edge``
@@ -79,6 +80,7 @@ class UnrolledLoss:
         oov: Oov = "drop",
         reduction: Reduction = "supervised",
         budget_mib: int | None = 256,
+        compiled: bool = False,
     ) -> None:
         names = {"mask": (mask, Mask), "edge": (edge, Edge), "oov": (oov, Oov), "reduction": (reduction, Reduction)}
         for key, (value, legal) in names.items():
@@ -101,6 +103,7 @@ class UnrolledLoss:
         self.oov: Oov = oov
         self.reduction: Reduction = reduction
         self.budget_mib = budget_mib
+        self.compiled = compiled
 
     def check(self, source: FeatureSource, draft: DraftModel) -> None:
         """Refuse terms that these built parts cannot serve.
@@ -174,6 +177,7 @@ class UnrolledLoss:
         known = None if summary is None else (target.head_over(vocab), summary)
         products = HeadProducts((p for p in draft.parameters() if p.requires_grad), slice_bytes(self.budget_mib))
         room = Room.of(self.budget_mib, draft, steps, products, wide)
+        losses = self._row_losses if self.row_terms or self.step_terms else None
         acceptance = torch.zeros_like(share)
         if self.step_terms:
             acceptance = self._acceptance(draft, steps, batch, target, top, weights, known, products, room)
@@ -188,7 +192,7 @@ class UnrolledLoss:
                 learned = None
                 if s < counted:
                     weight = piece.spread(weights[..., s].flatten()[place])
-                    learned = Learned(partial(self._row_losses, acceptance[s]), weight, share[s] / largest)
+                    learned = Learned(losses, acceptance[s], weight, share[s] / largest, self.compiled)
                 found = compare(logits, partial(_law, teacher, piece), vocab, room.compared, learned)
                 hit[place, s] = piece.pick(found.hit)
                 if learned is None:
@@ -235,7 +239,7 @@ class UnrolledLoss:
                     total[:, s] += torch.stack(((weight * overlap).sum(), weight.sum()))
         return total[0] / total[1].clamp(min=1)
 
-    def _row_losses(self, acceptance: Tensor, log_q: Tensor, law: Teacher) -> Tensor:
+    def _row_losses(self, log_q: Tensor, law: Teacher, acceptance: Tensor) -> Tensor:
         total = log_q.new_zeros(log_q.shape[0])
         for term in self.row_terms:
             total = total + term.weight * term.per_row(log_q, law)
