@@ -48,6 +48,7 @@ class Setup:
         target = inputs.load_target(experiment)
         data = inputs.build_data(experiment, target, answer=False)
         module = stages.build_module(experiment, target, data)
+        stages.check_features(experiment, target, data, module)  # what a `fit` would refuse
         products, _ = trainer.precision(target.device)
         if products not in DTYPES:
             raise UserError(f"trainer.precision: {products!r} is not timed; one of {', '.join(DTYPES)}")

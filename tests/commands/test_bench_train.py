@@ -94,6 +94,7 @@ def test_the_bench_reports_in_words_and_for_machines(bench: Bench, tmp_path: Pat
         (["--rival", "/nowhere/python"], "--rival: no file /nowhere/python"),
         (["--rival", sys.executable, "--data.rows_per_batch", "2"], "--data.rows_per_batch 1"),
         (["--rival", "/bin/false"], "--rival: /bin/false ended"),
+        (["--features", "{layers: [9]}"], "features.layers: 9, but"),
         (["--rows", "every"], "--rows: expected one of 'all', 'data', got 'every'"),
     ],
 )
