@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Record
 from eagle3_lab.errors import UserError
+from eagle3_lab.packed import PackedLinear, lay_out, multiply
 from eagle3_lab.target.attention import use_grouped
 from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import (
@@ -101,8 +103,11 @@ class HFTarget(FrozenTarget):
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or ids.shape[0] == head.out_features:
             return super().head_over(ids)
-        weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
-        return lambda top: self._scaled(nn.functional.linear(top.to(weight.device), weight, bias)).to(top.device)
+        weight, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
+        device, product = weight.device, partial(nn.functional.linear, weight=weight, bias=bias)
+        if isinstance(head, PackedLinear) and (layout := lay_out(weight)) is not None:
+            product = partial(multiply, layout=layout, bias=bias)
+        return lambda top: self._scaled(product(top.to(device))).to(top.device)
 
     def _scaled(self, out: Tensor) -> Tensor:
         if self._scale is not None:

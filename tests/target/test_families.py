@@ -8,7 +8,9 @@ import pytest
 import torch
 from random_targets import random_target
 
+from eagle3_lab import packed
 from eagle3_lab.errors import UserError
+from eagle3_lab.target import adapter
 from eagle3_lab.target.adapter import HFTarget, refusals
 from eagle3_lab.target.probe import probe
 from eagle3_lab.types import PADDING, Batch, Needs, TargetOut, Tree, Verdict
@@ -73,6 +75,26 @@ def test_the_head_over_some_ids_is_the_head_at_them_and_runs_for_no_others(
     torch.testing.assert_close(everything, told, rtol=0, atol=0)
     monkeypatch.setattr(target.model.get_output_embeddings(), "forward", None)
     torch.testing.assert_close(target.head_over(ids)(top), told[..., ids], rtol=1e-12, atol=1e-12)
+
+
+def test_a_laid_out_head_is_laid_out_over_some_ids_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def lay_out(weight: torch.Tensor) -> torch.Tensor | None:
+        made.append(weight.shape[0])
+        return packed.lay_out(weight)
+
+    monkeypatch.setattr(adapter, "lay_out", lay_out)
+    for kind in ("cohere", "phi"):  # scaled; with a bias
+        target = random_target(kind)
+        target.model.float()
+        top = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+        ids = torch.tensor([3, 4, 50, 96])
+        told = target.logits(top)[..., ids]
+        assert not made, "of a plain head nothing is laid out"
+        packed.pack(target.model)
+        torch.testing.assert_close(target.head_over(ids)(top), told, rtol=1e-5, atol=1e-6)
+        assert made.pop() == 4
 
 
 def test_logits_are_summarised_row_by_row_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
