@@ -14,7 +14,7 @@ import torch
 from random_targets import random_target
 from torch import Tensor
 
-from eagle3_lab.captured import Captured, CudaRecord, Inputs, Record, Replay, T, Tape, Unrecorded
+from eagle3_lab.captured import Captured, CudaRecord, Inputs, Record, Replay, T, Tape, Unrecorded, settled
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Needs, TargetOut, Tree, Verdict
@@ -158,3 +158,13 @@ def test_cuda_graphs_score_as_plain_forwards(_: int) -> None:
         for ours, theirs in zip(answers(target), answers(plain), strict=True):
             torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
         gc.collect()
+
+
+def test_work_in_which_something_was_recorded_is_done_once_more() -> None:
+    captured, given = Captured(Tape(), "it"), iter(range(9))
+
+    def work() -> tuple[int, float]:
+        return next(given), captured.run(0, lambda inputs: inputs[0] + 1, (torch.zeros(()),)).item()
+
+    assert settled(work) == (1, 1.0)
+    assert settled(work) == (2, 1.0), "nothing is left to record"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from eagle3_lab import checkpoint
+from eagle3_lab.captured import settled
 from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_answer
 from eagle3_lab.commands.files import require_place, write_text
@@ -193,9 +195,9 @@ def _speeds(
                     theirs[one.name].append(timed_answer(target, one, ids, limit))
                 else:
                     drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit)
-                    sized = Sized(one.proposer)
-                    answers[one.name].append(_answer(target, sized, law, ids, limit, evaluation.seed + i))
-                    sizes[one.name] += sized.extents
+                    answered, extents = settled(partial(_answer, target, one, law, ids, limit, evaluation.seed + i))
+                    answers[one.name].append(answered)
+                    sizes[one.name] += extents
                 s.advance()
     made = meter.curves()
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
@@ -226,11 +228,11 @@ def _by_size(rounds: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 
 def _answer(
-    target: HFTarget, proposer: Proposer, law: Law, ids: Sequence[int], limit: int, seed: int
-) -> tuple[Decoded, float]:
-    clock = Laps(target.device)
-    ends = target.spec.end_tokens
-    return timed(lambda: answer(target, proposer, law, ids, limit, clock, seed, ends), target.device)
+    target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], limit: int, seed: int
+) -> tuple[tuple[Decoded, float], list[int]]:
+    """An answer with its seconds, and how many places its rounds scored."""
+    clock, sized, ends = Laps(target.device), Sized(one.proposer), target.spec.end_tokens
+    return timed(lambda: answer(target, sized, law, ids, limit, clock, seed, ends), target.device), sized.extents
 
 
 def _trees(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from test_loop_sampling import p_value
 from tiny import write_target
 from torch import Tensor
 
+from eagle3_lab import evaluation as evaluation_module
+from eagle3_lab.captured import Captured, Tape
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.decode.drawn import split
 from eagle3_lab.decode.law import SamplingLaw
@@ -393,6 +396,33 @@ def test_methods_without_a_head_are_measured_and_say_what_vanilla_says(folders: 
     assert len(said["vanilla"]) == 3
     assert all(texts == said["vanilla"] for texts in said.values())
     assert sum(r.accepted for t in turns["drawn"] for r in t.decoded.rounds) > 3
+
+
+def test_no_answer_is_timed_in_which_something_was_recorded(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TargetChoice(folders["target"], dtype=torch.float64).load()
+    target.record = Tape()
+    timed: list[tuple[str, int, float]] = []
+    answer = evaluation_module._Player._decode
+
+    def decode(player: Any, law: Any, ids: Any, limit: int, seed: int) -> Any:
+        before = Captured.made
+        found = answer(player, law, ids, limit, seed)
+        if limit > evaluation_module.WARM_UP_TOKENS:
+            timed.append((player.name, Captured.made - before, found[1]))
+        return found
+
+    monkeypatch.setattr(evaluation_module._Player, "_decode", decode)
+    pld = PromptLookup(length=4, full=False)
+    evaluation = Evaluation([Task("mine", prompts_file(tmp_path))], {"pld": pld}, max_new_tokens=120)  # past a bucket
+    contestants = [Contestant("vanilla", Vanilla(), target), Contestant("pld", pld, target)]
+    turns = measure(contestants, evaluation, None)
+    assert any(made for _, made, _ in timed), "the warm-up recorded it all, and this tells nothing"
+    kept = {(name, seconds) for name, made, seconds in timed if made == 0}
+    assert {(name, t.seconds) for name, all in turns.items() for t in all} <= kept
+    said = {name: [t.decoded.tokens for t in all] for name, all in turns.items()}
+    assert said["pld"] == said["vanilla"]
 
 
 def test_a_yaml_names_them(tmp_path: Path) -> None:
