@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.propose.watched import Watched
 from eagle3_lab.decode.trie import extent
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.target.adapter import HFTarget
@@ -76,31 +77,17 @@ class Idle(Proposer):
         """Nothing to learn from a verdict."""
 
 
-class Sized(Proposer):
+class Sized(Watched):
     """Any proposer, with how many places of each of its trees the loop scores."""
 
     def __init__(self, proposer: Proposer) -> None:
-        self._proposer = proposer
-        self.needs, self.nodes, self.positions = proposer.needs, proposer.nodes, proposer.positions
+        super().__init__(proposer)
         self.extents: list[int] = []
 
-    def start(
-        self,
-        prompt: Int[Tensor, "B L"],
-        lengths: Int[Tensor, " B"],
-        out: TargetOut,
-        capacity: int,
-        generators: Sequence[torch.Generator],
-    ) -> None:
-        self._proposer.start(prompt, lengths, out, capacity, generators)
-
     def propose(self, root: Int[Tensor, " B"]) -> Tree:
-        tree = self._proposer.propose(root)
+        tree = super().propose(root)
         self.extents.append(extent(tree))
         return tree
-
-    def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
-        self._proposer.observe(tree, verdict, out)
 
 
 @dataclass(frozen=True)

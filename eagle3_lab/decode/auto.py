@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from jaxtyping import Int
-
 from eagle3_lab.decode.grow import DynamicTree
 from eagle3_lab.decode.propose.eagle import Eagle
-from eagle3_lab.types import Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.decode.propose.watched import Watched
+from eagle3_lab.types import TargetOut, Tree, Verdict
 
 
 @dataclass(frozen=True)
@@ -45,27 +43,14 @@ class Choice:
     tokens_per_s: float
 
 
-class Watching(Proposer):
+class Watching(Watched):
     """An :class:`Eagle` that keeps every round it proposed and what became of it. For calibration: it reads the device
     in every round."""
 
     def __init__(self, eagle: Eagle) -> None:
+        super().__init__(eagle)
         self._eagle = eagle
-        self.needs, self.nodes, self.positions = eagle.needs, eagle.nodes, eagle.positions
         self.rounds: list[SeenRound] = []
-
-    def start(
-        self,
-        prompt: Int[torch.Tensor, "B L"],
-        lengths: Int[torch.Tensor, " B"],
-        out: TargetOut,
-        capacity: int,
-        generators: Sequence[torch.Generator],
-    ) -> None:
-        self._eagle.start(prompt, lengths, out, capacity, generators)
-
-    def propose(self, root: Int[torch.Tensor, " B"]) -> Tree:
-        return self._eagle.propose(root)
 
     def observe(self, tree: Tree, verdict: Verdict, out: TargetOut) -> None:
         grown = self._eagle.grown
@@ -73,7 +58,7 @@ class Watching(Proposer):
         rows = zip(grown.parents.tolist(), grown.scores.tolist(), verdict.path.tolist(), strict=True)
         for parents, scores, path in rows:
             self.rounds.append(SeenRound(tuple(parents[1:]), tuple(scores), frozenset(n for n in path if n > 0)))
-        self._eagle.observe(tree, verdict, out)
+        super().observe(tree, verdict, out)
 
 
 def accepted_by_budget(seen: SeenRound, levels: int, width: int) -> list[int]:
