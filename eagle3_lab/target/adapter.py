@@ -24,7 +24,7 @@ from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Record
 from eagle3_lab.errors import UserError
 from eagle3_lab.packed import PackedLinear, lay_out, multiply
-from eagle3_lab.target.attention import use_grouped
+from eagle3_lab.target.attention import by_document, spans, use_grouped
 from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
 from eagle3_lab.types import (
     PADDING,
@@ -177,7 +177,8 @@ class HFTarget(FrozenTarget):
         seen = batch.document[:, :, None] == batch.document[:, None, :]  # padding sees padding: finite, never used
         seen &= torch.ones_like(seen[0]).tril()
         mask = self._windows.masks(seen, batch.position, batch.position, self.dtype)
-        return self._forward(batch.ids, batch.position, mask, None, needs)
+        with by_document(spans(batch.document) if self.window is None else None):
+            return self._forward(batch.ids, batch.position, mask, None, needs)
 
     @torch.no_grad()
     def summary(self, top: Float[Tensor, "M Dt"]) -> LogitSummary:

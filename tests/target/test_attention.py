@@ -11,9 +11,10 @@ from random_targets import random_target
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from eagle3_lab.target import adapter
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.attention import GROUPED, grouped_attention, stock_attention, use_grouped
-from eagle3_lab.types import Needs, Tree
+from eagle3_lab.target.attention import GROUPED, by_document, grouped_attention, spans, stock_attention, use_grouped
+from eagle3_lab.types import Batch, Needs, Tree
 
 
 class Layer(nn.Module):
@@ -68,6 +69,55 @@ def test_without_a_mask_it_is_causal_as_theirs() -> None:
     given = drawn(6, 2, 11, 11)
     wanted, _ = sdpa_attention_forward(Layer(3), *given, None)
     torch.testing.assert_close(grouped_attention(Layer(3), *given, None)[0], wanted)
+
+
+def test_documents_lie_where_their_names_begin_and_end() -> None:
+    document = torch.tensor([[0, 0, 0, 1, 1, -1], [2, -1, -1, -1, -1, -1], [0, 0, 0, 0, 0, 0], [-1, -1, 3, 3, 4, 4]])
+    assert spans(document) == [(0, 0, 3), (0, 3, 5), (1, 0, 1), (2, 0, 6), (3, 2, 4), (3, 4, 6)]
+    assert spans(torch.full((2, 3), -1)) == []
+    assert spans(torch.tensor([[0, 1, 0]])) is None, "in pieces"
+    assert spans(torch.tensor([[0, -1, 0]])) is None
+
+
+def test_documents_apart_compute_nothing_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    plain = nn.functional.scaled_dot_product_attention
+
+    def seen(q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        rows.append(q.shape[2])
+        return plain(q, *rest, **more)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", seen)
+    given = drawn(6, 2, 7, 7)
+    with by_document([(0, 0, 3), (0, 3, 6), (1, 1, 7)]):
+        found, _ = grouped_attention(Layer(3), *given, mask(7, 7), scaling=0.3)
+    assert rows == [3, 3, 6]
+    assert found[0, 6].eq(0).all() and found[1, 0].eq(0).all()
+    for row, begin, end in ((0, 0, 3), (0, 3, 6), (1, 1, 7)):
+        alone = [x[row : row + 1, :, begin:end] for x in given]
+        causal = torch.ones(end - begin, end - begin).tril().bool()[None, None]
+        wanted, _ = sdpa_attention_forward(Layer(3), *alone, causal, scaling=0.3)
+        torch.testing.assert_close(found[row : row + 1, begin:end], wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_features_document_by_document_are_those_under_a_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_target(kind)
+    target.model.double()
+    document = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1], [2, 2, 2, 3, 4, 4, 4, 4]])
+    position = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 0, 0, 1, 2, 3]])
+    batch = Batch(torch.arange(16).view(2, 8) + 3, torch.zeros(2, 8, dtype=torch.bool), position, document)
+    parameters = [p.requires_grad_() for p in target.model.base_model.layers[0].parameters()]
+
+    def read() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        top = target.read(batch, Needs((1, 3), top=True)).top
+        assert top is not None
+        loss = (top * torch.linspace(-1, 1, top.numel()).view_as(top))[document >= 0].sum()
+        return top[document >= 0], torch.autograd.grad(loss, parameters)
+
+    apart = read()
+    monkeypatch.setattr(adapter, "spans", lambda document: None)
+    torch.testing.assert_close(apart, read(), atol=1e-9, rtol=1e-9)
 
 
 def test_a_targets_trees_score_alike_with_stock_attention() -> None:
