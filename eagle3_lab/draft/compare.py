@@ -77,8 +77,9 @@ def compare(
             hit[here] = _hits(log_law(some), teacher, vocab)
             continue
         if gradient is not None and learned.compiled and some.shape[0] > 1:  # one row would be compiled apart
-            lost, hit[here], overlap[here], gradient[here] = _fused(
-                learned.losses, some, teacher, learned.acceptance, learned.weight[here], learned.factor, vocab
+            weight, into = learned.weight[here], gradient[here]
+            lost, hit[here], overlap[here] = _fused(
+                learned.losses, some, teacher, learned.acceptance, weight, learned.factor, vocab, into
             )
         else:
             log_q = log_law(some.requires_grad_(learning))
@@ -93,9 +94,17 @@ def compare(
 
 
 def _learn(
-    losses: Losses, logits: Tensor, teacher: Teacher, acceptance: Tensor, weight: Tensor, factor: Tensor, vocab: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, hits, overlaps and gradient of a run of rows, as a function that torch can compile as a whole."""
+    losses: Losses,
+    logits: Tensor,
+    teacher: Teacher,
+    acceptance: Tensor,
+    weight: Tensor,
+    factor: Tensor,
+    vocab: Tensor,
+    into: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, hits and overlaps of a run of rows, and their gradient ``into`` its place, as a function that torch can
+    compile as a whole."""
 
     def value(logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         log_q = log_law(logits)
@@ -103,10 +112,11 @@ def _learn(
         return lost * factor, (lost, log_q)
 
     gradient, (lost, log_q) = torch.func.grad(value, has_aux=True)(logits)
-    return lost, _hits(log_q, teacher, vocab), teacher.overlap(log_q), gradient
+    into.copy_(gradient)
+    return lost, _hits(log_q, teacher, vocab), teacher.overlap(log_q)
 
 
-def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
+def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
     """`_learn`, compiled: some fourteen operations that each read and write float32 arrays become a few."""
     from torch._dynamo.exc import BackendCompilerFailed  # a second of imports, for those who compile
 
