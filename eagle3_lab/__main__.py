@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.terminating import Terminated, sigterm_raises
 
 VERBS: dict[str, tuple[str, str, str]] = {
     "prepare": ("eagle3_lab.commands.prepare", "prepare", "let the target answer prompts; show what is trained on"),
@@ -61,15 +62,20 @@ class Line:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, `sys.argv[1:]` by default, and return its exit status.
 
-    0: done. 2: a user's mistake, told in one line on stderr. 130: interrupted. A fault of ours is raised as it is.
+    0: done. 2: a user's mistake, told in one line on stderr. 130: interrupted, by Ctrl-C. 143: terminated, by SIGTERM.
+    A fault of ours is raised as it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _refuse_bytes(words)
-        _run(words)
+        with sigterm_raises():
+            _run(words)
     except UserError as error:
         print(" ".join(str(error).split("\n")), file=sys.stderr)
         return 2
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

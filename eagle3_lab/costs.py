@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle3_lab.decode.clock import Stopwatch
-from eagle3_lab.decode.loop import decode
+from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.watched import Watched
 from eagle3_lab.decode.trie import extent
@@ -132,7 +132,8 @@ def answer(
     end_tokens: Sequence[int] = (),
 ) -> Decoded:
     """Decode one prompt by the real loop: ``tokens`` at most, all of them where no token ends the answer."""
-    session = target.open(1, len(ids) + tokens + proposer.nodes + 1, proposer.needs | Needs(logits=True))
+    capacity = room(len(ids), tokens, target.spec.max_positions, proposer)
+    session = target.open(1, capacity, proposer.needs | Needs(logits=True))
     (made,) = decode(
         session,
         proposer,

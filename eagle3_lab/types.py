@@ -328,14 +328,12 @@ class Tree:
         real = self.parents != PADDING
         if nodes == 1:
             return real[:, :, None]
-        eye = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
-        parent = torch.zeros_like(eye).expand(*self.tokens.shape, nodes).clone()
-        parent.scatter_(2, self.parents.clamp(min=0)[..., None], True)
-        reach = (parent | eye) & real[:, :, None] & real[:, None, :]
-        for _ in range(max(nodes - 1, 1).bit_length()):  # paths of length 1, 2, 4, ...
-            wide = reach.float()
-            reach = torch.bmm(wide, wide) > 0
-        return reach
+        above = self.parents.clamp(min=0)
+        reach = torch.eye(nodes, dtype=torch.bool, device=above.device).expand(len(above), nodes, nodes)
+        for _ in range((nodes - 1).bit_length()):  # the nearest 1, 3, 7, ... ancestors
+            reach = reach | reach.gather(1, above[:, :, None].expand(-1, -1, nodes))
+            above = above.gather(1, above)
+        return reach & real[:, :, None] & real[:, None, :]
 
     def depth(self) -> Int[Tensor, "B N"]:
         """Levels below the root: 0 for the root (and for padding)."""

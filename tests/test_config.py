@@ -9,14 +9,17 @@ import abc
 import copy
 import doctest
 import gc
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Literal, final
 
 import numpy as np
@@ -203,6 +206,13 @@ def toy_verb(
         raise UserError("no checkpoint in runs/1")
     if prompt == "interrupt":
         raise KeyboardInterrupt
+    if prompt == "terminate":  # as `timeout` does: the process, and at once its group
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
     CALLS.append((experiment, {"json": json, "dry_run": dry_run, "prompt": prompt, "count": count, "how": how}))
 
 
@@ -887,6 +897,27 @@ def test_the_experiment_may_stand_anywhere(lab: Path, capsys: pytest.CaptureFixt
 
 def test_interruption_has_its_own_status(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "toy", "experiments/case.yaml", "interrupt") == (130, "", "interrupted\n")
+
+
+def test_termination_unwinds_once_and_has_its_own_status(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "toy", "experiments/case.yaml", "terminate") == (143, "", "terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_caller_that_handles_sigterm_keeps_it(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+
+    def mine(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        assert run(capsys, "toy", "experiments/case.yaml", "terminate")[0] == 130
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from random_targets import random_target
 
 from eagle3_lab.captured import Record, Tape
+from eagle3_lab.commands.bench_rivals import timed_answer
 from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, answer_seconds, between, curves
 from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.law import SamplingLaw
@@ -14,6 +15,7 @@ from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.rivals import plain
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -57,6 +59,15 @@ def test_drafting_for_nothing_changes_no_answer() -> None:
     made = [answer(target, Idle(n, 97), SamplingLaw(), PROMPT, 16, Laps()).tokens for n in (1, 7)]
     assert made[0] == made[1]
     assert len(made[0]) == 16
+
+
+def test_an_answer_of_any_length_takes_no_more_room_than_the_context() -> None:
+    target = random_target()
+    context = target.spec.max_positions
+    decoded = answer(target, Idle(3, 97), SamplingLaw(), PROMPT, 10**12, Laps())
+    assert (len(decoded.tokens), decoded.ended) == (context - len(PROMPT), "context")
+    tokens, _ = timed_answer(target, plain(), PROMPT, 10**12)
+    assert tokens == context - len(PROMPT)
 
 
 def test_every_size_is_measured_and_a_larger_one_costs_more_where_it_is_much_larger() -> None:

@@ -71,7 +71,8 @@ def bench_decode(
         repeats: of every curve at least, spread evenly between the prompts; one more warms up.
 
     Raises:
-        UserError: no ``evaluate`` section, too few prompts, a head of another target, or a method that does not fit.
+        UserError: no ``evaluate`` section, too few prompts, a head of another target, or a method that does not fit
+            or never drafts.
     """
     evaluation = experiment.evaluate
     if evaluation is None:
@@ -199,6 +200,12 @@ def _speeds(
                     answers[one.name].append(answered)
                     sizes[one.name] += extents
                 s.advance()
+    for name, rounds in drafting.items():
+        if not rounds:
+            raise UserError(
+                f"evaluate.methods.{name}: no calibration answer has a second round that drafts; answers of more "
+                "tokens, shorter prompts, or a tree that fits the context are needed"
+            )
     made = meter.curves()
     base = sum(len(d.tokens) for d, _ in answers[VANILLA]) / sum(s for _, s in answers[VANILLA])
     ours = {c.name: [(len(d.tokens), s) for d, s in answers[c.name]] for c in contestants}
@@ -219,10 +226,7 @@ def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], li
 
 
 def _by_size(rounds: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Median seconds of drafting, by how many places were scored: what drafts more takes longer. Raises ValueError
-    where no round was measured."""
-    if not rounds:
-        raise ValueError("no round was measured: answers of two tokens at least are needed")
+    """Median seconds of drafting, by how many places were scored: what drafts more takes longer."""
     sizes = {size for size, _ in rounds}
     return {size: statistics.median(s for n, s in rounds if n == size) for size in sizes}
 

@@ -64,5 +64,7 @@ def fastest(
 
 
 def timed_answer(target: HFTarget, rival: Rival, ids: Sequence[int], limit: int) -> tuple[int, float]:
-    made, seconds = timed(lambda: rival.answer(target, ids, limit), target.device)
+    """Tokens and seconds; the answer ends with the context, as ours do."""
+    most = min(limit, target.spec.max_positions - len(ids))
+    made, seconds = timed(lambda: rival.answer(target, ids, most), target.device)
     return len(made), seconds

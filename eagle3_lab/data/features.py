@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle3_lab.data.documents import Document
-from eagle3_lab.data.manifest import Contents, Manifest, refuse_other, shard_file
+from eagle3_lab.data.manifest import MANIFEST, Contents, Manifest, refuse_other, shard_file
 from eagle3_lab.data.packing import PackedRows, Row, pack
 from eagle3_lab.data.store import read_shard, write_shard
 from eagle3_lab.errors import UserError
@@ -104,7 +104,10 @@ class Making:
         manifest = Manifest.read(folder)
         if manifest is None:
             if next(folder.glob("*.safetensors"), None) is not None:
-                raise UserError(f"features.folder: {folder} holds files of something else; name another folder")
+                raise UserError(
+                    f"features.folder: {folder} has safetensors files, but {MANIFEST} is missing there, which "
+                    "says what they hold; put it back, or name another folder"
+                )
             manifest = Manifest.plan(contents, [len(one) for one in found], shard_bytes)
         refuse_other(folder, manifest.contents, contents)
         self.manifest = manifest

@@ -6,15 +6,20 @@ How they are driven is :mod:`eagle3_lab.decode.growth`'s matter. Scores are the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.decode.growth import Choose, Drawable, Frontier, Grow, Grown, Growth, top
+from eagle3_lab.decode.sizes import MOST_CANDIDATES, MOST_LEVELS, MOST_NODES, require_size
 from eagle3_lab.decode.verify import Chance
 
 # ------------------------------------------------------------------------------------------------------ static trees
+
+
+_Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,17 @@ class StaticTree(Drawable):
     the best child (where children are drawn, the third drawn of the first). Nodes are ordered by level, then by path.
 
     Raises ValueError for no choices, an empty path, a negative rank, a repeated path, a path whose parent does not
-    stand before it.
+    stand before it, more than `MOST_NODES` nodes or `MOST_LEVELS` levels.
     """
 
     def __init__(self, choices: list[list[int]]) -> None:
-        paths = [tuple(c) for c in choices]
-        if not paths:
+        if not choices:
             raise ValueError("choices must name at least one node, got []")
+        if len(choices) >= MOST_NODES:
+            raise ValueError(f"choices must be at most {MOST_NODES - 1} nodes below the root, got {len(choices)}")
+        if (levels := max(map(len, choices))) > MOST_LEVELS:
+            raise ValueError(f"choices must be at most {MOST_LEVELS} levels deep, got {levels}")
+        paths = [tuple(c) for c in choices]
         seen: set[tuple[int, ...]] = {()}
         for i, path in enumerate(paths):
             if not path or min(path) < 0:
@@ -60,11 +69,13 @@ class StaticTree(Drawable):
                 raise ValueError(f"choices.{i}: the parent {list(path[:-1])} of {list(path)} must stand before it")
             seen.add(path)
         order = sorted(seen, key=lambda path: (len(path), path))
-        self._parents = [order.index(path[:-1]) for path in order]
-        self._by_level = [[p for p in order if len(p) == n] for n in range(len(order[-1]) + 1)]
+        number = {path: i for i, path in enumerate(order)}
+        self._parents = [number[path[:-1]] for path in order]
+        self._by_level = [list(level) for _, level in groupby(order, len)]
         inner = {path[:-1] for path in paths}
         self._frontiers = [[p for p in level if p in inner] for level in self._by_level]
-        self._inner = [order.index(path) for front in self._frontiers for path in front]
+        self._inner = [number[path] for front in self._frontiers for path in front]
+        self._seen = _ancestors(self._frontiers)
         self._plans: dict[torch.device, _Plan] = {}
         self.nodes = len(order)
         self.levels = len(self._by_level) - 1
@@ -79,9 +90,10 @@ class StaticTree(Drawable):
         return _StaticGrowth(self, choose)
 
     def require_drawable(self) -> Drawable:
+        known = {path for level in self._by_level for path in level}
         for path in (path for level in self._by_level[1:] for path in level if path[-1]):
             elder = (*path[:-1], path[-1] - 1)
-            if elder not in self._by_level[len(path)]:
+            if elder not in known:
                 raise ValueError(
                     f"choices: {list(path)} stands without its sibling {list(elder)}; drawn siblings must all be judged"
                 )
@@ -99,29 +111,37 @@ class StaticTree(Drawable):
         return self._plans[device]
 
     def _level(self, n: int, device: torch.device) -> _Level:
-        before, level, front = self._frontiers[n - 1], self._by_level[n], self._frontiers[n]
-        ranks = self.ranks[n - 1]
-        rows = [path for frontier in self._frontiers[1 : n + 1] for path in frontier]
-        sees = [[path[: len(row)] == row for row in rows] for path in front]
+        level, front, ranks = self._by_level[n], self._frontiers[n], self.ranks[n - 1]
+        before, place = ({path: i for i, path in enumerate(some)} for some in (self._frontiers[n - 1], level))
+        visible = torch.zeros(len(front), sum(map(len, self._frontiers[1 : n + 1])), dtype=torch.bool)
+        for row, path in enumerate(front):
+            visible[row, self._seen[path]] = True
 
         def index(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         return _Level(
             ranks,
-            index([before.index(path[:-1]) * ranks + path[-1] for path in level]),
-            index([level.index(path) for path in front]),
-            index([before.index(path[:-1]) for path in front]),
-            torch.tensor(sees, dtype=torch.bool, device=device).reshape(len(front), len(rows)),
+            index([before[path[:-1]] * ranks + path[-1] for path in level]),
+            index([place[path] for path in front]),
+            index([before[path[:-1]] for path in front]),
+            visible.to(device),
         )
 
 
+def _ancestors(frontiers: list[list[_Path]]) -> dict[_Path, list[int]]:
+    """Of every frontier row the rows it sees, itself the last; rows are counted from level 1 on."""
+    seen: dict[_Path, list[int]] = {(): []}
+    for row, path in enumerate(path for front in frontiers[1:] for path in front):
+        seen[path] = [*seen[path[:-1]], row]
+    return seen
+
+
 class Chain(StaticTree):
-    """``length`` drafts, each the best child of the last. Raises ValueError for length < 1."""
+    """``length`` drafts, each the best child of the last. Raises ValueError for a length outside 1 .. `MOST_LEVELS`."""
 
     def __init__(self, length: int) -> None:
-        if length < 1:
-            raise ValueError(f"length must be >= 1, got {length}")
+        require_size("length", length, MOST_LEVELS)
         super().__init__([[0] * n for n in range(1, length + 1)])
 
 
@@ -178,16 +198,20 @@ class DynamicTree(Grow):
     total_token). A node never stands without its parent: a child's score is at most its parent's, and ties go to the
     lower level, then to the lower index.
 
-    Raises ValueError for values < 1 (budget < 2) and a budget above the number of candidates plus the root.
+    Raises ValueError for values < 1 (budget < 2), a budget above the number of candidates plus the root, and sizes
+    above those of :mod:`eagle3_lab.decode.sizes`.
     Source: SafeAILab/EAGLE cb7e084 eagle/model/cnets.py:669-823.
     """
 
     def __init__(self, levels: int, width: int, budget: int) -> None:
-        if levels < 1:
-            raise ValueError(f"levels must be >= 1, got {levels}")
-        if width < 1:
-            raise ValueError(f"width must be >= 1, got {width}")
+        require_size("levels", levels, MOST_LEVELS)
+        require_size("width", width, MOST_NODES)
         most = 1 + width + (levels - 1) * width**2
+        if most > MOST_CANDIDATES:
+            raise ValueError(
+                f"width must leave at most {MOST_CANDIDATES} candidates, got {width}: {most} with levels {levels}"
+            )
+        most = min(most, MOST_NODES)
         if not 2 <= budget <= most:
             raise ValueError(f"budget must lie in 2 .. {most} with levels {levels} and width {width}, got {budget}")
         self.levels, self.width, self.budget = levels, width, budget

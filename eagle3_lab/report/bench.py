@@ -20,7 +20,8 @@ Answers = Sequence[tuple[int, float]]
 @dataclass(frozen=True)
 class MethodSpeed:
     """One method: its ``cycle`` by the curves (draft by calibration), the tokens/s that this and tau predict, and those
-    measured. ``host_share`` of the cycle is neither the target's forward nor drafting; ``speedup`` over vanilla;
+    measured. ``host_share`` of the cycle is neither the target's forward nor drafting, hence more than ``cycle.host``:
+    law, verdict, commit and the one read are in ``cycle.verify``, beside the forward. ``speedup`` over vanilla;
     ``seconds`` a median answer took."""
 
     name: str
@@ -94,8 +95,9 @@ def as_text(table: BenchTable) -> str:
         lines += ["", "cost of a draft level of w rows, ms"]
         lines += _rows(["w", "draft"], [[str(w), _ms(s)] for w, s in table.curves.draft.items()])
     lines += ["", "one cycle, ms; tokens per second as the cycle and tau predict, and measured"]
+    lines += ["over %: of the cycle, neither drafting nor the target's forward: host, and the rest of verify"]
     lines += _rows(
-        ["method", "nodes", "tau", "draft", "verify", "host", "host %", "predicted", "measured", "off %", "x vanilla"],
+        ["method", "nodes", "tau", "draft", "verify", "host", "over %", "predicted", "measured", "off %", "x vanilla"],
         [
             [
                 m.name,

@@ -20,6 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
 
+from eagle3_lab.commands.files import require_place
 from eagle3_lab.draft.loss import UnrolledLoss
 
 
@@ -52,6 +53,7 @@ def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
         ("evaluate.tasks", "[]", "evaluate.tasks must be at least one, each of a name of its own, got []"),
         ("evaluate.max_new_tokens", "0", "evaluate.max_new_tokens must be >= 1, got 0"),
         ("evaluate.methods.dynamic.grow.budget", "99", "budget must lie in 2 .. 22 with levels 3 and width 3, got 99"),
+        ("evaluate.methods.chain.grow.length", "1000000000", "chain.grow: length must be at most 1024, got 1000000000"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_key(bench: Bench, key: str, value: str, line: str) -> None:
@@ -279,7 +281,7 @@ def test_a_training_that_comes_to_nothing_is_ended_and_leaves_no_head(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(UnrolledLoss, "_row_losses", lambda self, acceptance, log_q, law: log_q.sum(-1) * float("nan"))
+        patch.setattr(UnrolledLoss, "_row_losses", lambda self, log_q, law, acceptance: log_q.sum(-1) * float("nan"))
         line = refused(bench)
     assert re.match(r"training: the loss is nan at step \d; lower optimizer.lr", line)
     assert not (bench.work() / "draft.ckpt").exists()
@@ -345,15 +347,49 @@ def test_a_checkpoint_to_go_on_from_that_is_damaged_is_named_and_not_overwritten
 
 
 def test_a_table_that_cannot_be_written_is_told_after_everything_is_kept(
-    finished: tuple[Bench, Ran], tmp_path: Path
+    finished: tuple[Bench, Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, fitted = finished
-    (tmp_path / "taken").write_text("a file")
-    place = tmp_path / "taken" / "table.json"
+    place, move = tmp_path / "table.json", os.replace
+
+    def full(source: Path, destination: Path) -> None:
+        if destination == place:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        move(source, destination)
+
+    monkeypatch.setattr(os, "replace", full)
     ran = bench.run("fit", "--json", str(place))
     assert (ran.code, ran.out) == (2, fitted.out)
-    (line,) = ran.complaints
-    assert line.startswith(f"{place}: cannot be written (")
+    assert ran.complaints == [f"{place}: cannot be written (No space left on device); name a place that can"]
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "bench decode", "bench train", "bench prepare"])
+def test_a_place_that_cannot_be_written_is_told_at_once(bench: Bench, tmp_path: Path, verb: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "link").symlink_to(tmp_path / "taken" / "below.json")
+    for name in ("taken/table.json", "taken/below/table.json", "link", "circle", "x" * 300 + "/table.json"):
+        line = refused(bench, "--json", str(tmp_path / name), verb=verb)
+        assert line.startswith(f"--json: {tmp_path / name} cannot be written ("), line
+        assert line.endswith("); name a file that can")
+    line = refused(bench, "--json", str(tmp_path), verb=verb)
+    assert line == f"--json: {tmp_path} cannot be written; name a file that can"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["circle", "link", "taken", "tiny.yaml"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here, where not even root makes a file")
+def test_a_folder_that_takes_no_files_is_told_at_once_whoever_asks(bench: Bench) -> None:
+    line = refused(bench, "--json", "/proc/x/table.json", verb="evaluate")
+    assert line.startswith("--json: /proc/x/table.json cannot be written (")
+
+
+def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("before")
+    for place in (old, tmp_path / "new.json", tmp_path / "a" / "b" / "new.json", Path("/dev/null")):
+        require_place(place, "--json")
+    assert [one.name for one in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "before"
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer

@@ -49,6 +49,16 @@ def test_curves_predictions_and_rivals_of_every_method(bench: Bench, tmp_path: P
     assert len({row["tokens"] for row in said["rivals"]}) == 1
 
 
+def test_a_tree_that_leaves_no_room_for_a_prompt_is_told_in_one_line(bench: Bench) -> None:
+    grow = "{class_path: Chain, init_args: {length: 250}}"
+    words = ("--evaluate.methods", f"{{deep: {{class_path: HeadTree, init_args: {{grow: {grow}}}}}}}")
+    ran = bench.run("bench decode", "--prompts", "1", "--rounds", "1", "--repeats", "1", *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.splitlines()[-1].startswith(
+        "evaluate.methods.deep: no calibration answer has a second round that drafts; "
+    )
+
+
 def test_what_cannot_be_measured_is_told_in_one_line(bench: Bench) -> None:
     ran = bench.run("bench decode", "--prompts", "9")
     assert (ran.code, ran.complaints) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -170,6 +171,20 @@ def test_only_shapes_that_throw_no_draw_away_may_draw() -> None:
         DynamicTree(2, 2, 4).require_drawable()
 
 
+def test_the_largest_shapes_are_made_without_a_search_for_every_node() -> None:
+    began = time.process_time()
+    chain = Chain(1024)
+    plan = chain.plan(torch.device("cpu"))
+    fan = StaticTree([[n] for n in range(2047)] + [[n, 0] for n in range(2047)])
+    fan.require_drawable()
+    assert torch.equal(fan.plan(torch.device("cpu")).levels[0].visible, torch.eye(2047, dtype=torch.bool))
+    assert time.process_time() - began < 10, "a second where it is linear, minutes where it is not"
+    assert (chain.nodes, chain.levels) == (1025, 1024)
+    assert plan.parents.tolist() == [0, *range(1024)]
+    assert plan.levels[-2].visible.shape == (1, 1023)
+    assert plan.levels[-2].visible.all(), "the last row that is run sees all above it"
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -179,11 +194,21 @@ def test_only_shapes_that_throw_no_draw_away_may_draw() -> None:
         (lambda: StaticTree([[0], [1], [0]]), r"choices.2 repeats \[0\]"),
         (lambda: StaticTree([[0], [1, 0]]), r"choices.1: the parent \[1\] of \[1, 0\] must stand before it"),
         (lambda: StaticTree([[0, 0], [0]]), "choices.0: the parent"),
+        (lambda: StaticTree([[n] for n in range(4096)]), "choices must be at most 4095 nodes below the root, got 4096"),
+        (lambda: StaticTree([[0], [0] * 1025]), "choices must be at most 1024 levels deep, got 1025"),
         (lambda: Chain(0), "length must be >= 1, got 0"),
+        (lambda: Chain(10**9), "length must be at most 1024, got 1000000000"),
         (lambda: DynamicTree(0, 2, 3), "levels must be >= 1, got 0"),
         (lambda: DynamicTree(2, 0, 3), "width must be >= 1, got 0"),
         (lambda: DynamicTree(2, 3, 14), "budget must lie in 2 .. 13 with levels 2 and width 3, got 14"),
         (lambda: DynamicTree(2, 3, 1), "budget must lie in 2 .. 13"),
+        (lambda: DynamicTree(10**9, 2, 3), "levels must be at most 1024, got 1000000000"),
+        (lambda: DynamicTree(1, 10**9, 3), "width must be at most 4096, got 1000000000"),
+        (
+            lambda: DynamicTree(9, 4096, 3),
+            "width must leave at most 1048576 candidates, got 4096: 134221825 with levels",
+        ),
+        (lambda: DynamicTree(3, 64, 8000), "budget must lie in 2 .. 4096 with levels 3 and width 64, got 8000"),
         (lambda: DynamicTree(2, 3, 5).check(2), "width is 3, the draft vocabulary has 2 tokens"),
         (lambda: StaticTree([[4]]).check(4), "choices use 5 ranks, the draft vocabulary has 4 tokens"),
     ],

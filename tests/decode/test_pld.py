@@ -110,7 +110,15 @@ def test_what_was_accepted_is_text_to_look_up_and_what_was_refused_is_not() -> N
     assert drafts(tree) == [[B, C, A], [C, A, B]]
 
 
-@pytest.mark.parametrize(("options", "words"), [((0, 10), "max_ngram must be >= 1, got 0"), ((3, 0), "length must be")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((0, 10), "max_ngram must be >= 1, got 0"),
+        ((3, 0), "length must be >= 1, got 0"),
+        ((10**9, 10), "max_ngram must be at most 1024, got 1000000000"),
+        ((3, 10**9), "length must be at most 1024, got 1000000000"),
+    ],
+)
 def test_wrong_options_are_refused_when_the_yaml_is_read(options: tuple[int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PromptLookupMethod(*options)

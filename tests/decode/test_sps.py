@@ -131,7 +131,12 @@ def test_the_hosts_bound_is_exact_for_one_row_and_holds_for_several() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((0,), "length must be >= 1, got 0"), ((13, True, 12), "length must be at most max_length 12, got 13")],
+    [
+        ((0,), "length must be >= 1, got 0"),
+        ((13, True, 12), "length must be at most max_length 12, got 13"),
+        ((10**9, False), "length must be at most 1024, got 1000000000"),
+        ((5, True, 10**9), "max_length must be at most 1024, got 1000000000"),
+    ],
 )
 def test_wrong_lengths_are_refused(arguments: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -22,6 +22,23 @@ def spelled(tree: Tree) -> list[list[tuple[int, ...]]]:
     ]
 
 
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 9, 33])
+def test_a_node_sees_itself_and_its_ancestors_however_deep_and_padding_nobody(nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    chain = list(range(-1, nodes - 1))
+    some = [int(torch.randint(max(i - 3, 0), max(i, 1), (1,), generator=generator)) for i in range(nodes)]
+    parents = [[max(p, 0) for p in chain], some, [*some[: nodes // 2], *[-1] * (nodes - nodes // 2)]]
+    tree = Tree(torch.zeros(3, nodes, dtype=torch.long), torch.tensor(parents), torch.ones(3, nodes, dtype=torch.bool))
+
+    def path(above: list[int], node: int) -> set[int]:
+        if above[node] == -1:
+            return set()
+        return {node} | (path(above, above[node]) if node else set())
+
+    for above, sees in zip(parents, tree.visible(), strict=True):
+        assert [set(row.nonzero()[:, 0].tolist()) for row in sees] == [path(above, i) for i in range(nodes)]
+
+
 def test_the_root_alone_has_padding_behind_it() -> None:
     tree = root_only(torch.tensor([7, 8]), 3)
     assert tree.tokens[:, 0].tolist() == [7, 8]

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from eagle3_lab.decode.sizes import MOST_COLUMNS, MOST_NODES, require_size
 from eagle3_lab.decode.trie import merge
 from eagle3_lab.decode.verify import Uniforms
 from eagle3_lab.types import PADDING, Needs, Proposer, TargetOut, Tree, Verdict
@@ -47,7 +48,8 @@ class Lookahead(Proposer):
         end_tokens: not kept in the window, where they would end every column: a token of the prompt stands in.
 
     Raises:
-        ValueError: ``window`` or ``guesses`` below 1, ``ngram`` below 2.
+        ValueError: ``window`` or ``guesses`` outside 1 .. `MOST_COLUMNS`, ``ngram`` below 2, more than `MOST_NODES`
+            nodes.
     """
 
     needs = Needs(logits=True)
@@ -64,12 +66,9 @@ class Lookahead(Proposer):
         follows: bool = False,
         end_tokens: Sequence[int] = (),
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window must be >= 1, got {window}")
-        if ngram < 2:
-            raise ValueError(f"ngram must be >= 2, got {ngram}")
-        if guesses < 1:
-            raise ValueError(f"guesses must be >= 1, got {guesses}")
+        require_size("window", window, MOST_COLUMNS)
+        require_size("guesses", guesses, MOST_COLUMNS)
+        require_size("ngram", ngram, 1 + MOST_NODES // (window + guesses), least=2)
         self.nodes = (window + guesses) * (ngram - 1)
         self._columns, self._levels, self._guesses = window, ngram - 1, guesses
         self._follows, self._end_tokens = follows, tuple(end_tokens)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle3_lab.decode.sizes import MOST_LEVELS, require_size
 from eagle3_lab.decode.trie import chain
 from eagle3_lab.types import PADDING, Proposer, TargetOut, Tree, Verdict
 
@@ -33,17 +34,15 @@ class PromptLookup(Proposer):
             continuation, one token at least, counts too, as in transformers.
 
     Raises:
-        ValueError: ``max_ngram`` or ``length`` below 1.
+        ValueError: ``max_ngram`` or ``length`` outside 1 .. `MOST_LEVELS`.
     """
 
     _ids: Int[Tensor, "B S"]  # the text, PADDING behind
     _root: Int[Tensor, " B"]  # the root's index in it
 
     def __init__(self, max_ngram: int = 3, length: int = 10, full: bool = True) -> None:
-        if max_ngram < 1:
-            raise ValueError(f"max_ngram must be >= 1, got {max_ngram}")
-        if length < 1:
-            raise ValueError(f"length must be >= 1, got {length}")
+        require_size("max_ngram", max_ngram, MOST_LEVELS)
+        require_size("length", length, MOST_LEVELS)
         self.nodes = length + 1
         self._max_ngram, self._full = max_ngram, full
 

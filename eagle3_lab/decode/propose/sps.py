@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eagle3_lab.decode.drawn import require_draft_law, split
 from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.sizes import MOST_LEVELS, require_size
 from eagle3_lab.decode.trie import chain
 from eagle3_lab.decode.verify import Uniforms, inverse_cdf
 from eagle3_lab.errors import UserError
@@ -34,7 +35,8 @@ class Lengths:
     """How many drafts a round proposes: ``length``; if ``adaptive``, two more after a round that accepted all of them,
     one less after any other, within 1 and ``longest``. Each row by its own rounds alone.
 
-    Raises ValueError for a length below 1, or above ``longest`` where adaptive.
+    Raises ValueError for a length outside 1 .. `MOST_LEVELS`, and where adaptive for a length above ``longest`` or a
+    ``longest`` above `MOST_LEVELS`.
     Source: transformers generation/candidate_generator.py, AssistedCandidateGenerator.update_candidate_strategy.
     """
 
@@ -43,8 +45,9 @@ class Lengths:
     longest: int = 12
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length must be >= 1, got {self.length}")
+        require_size("length", self.length, MOST_LEVELS)
+        if self.adaptive:
+            require_size("max_length", self.longest, MOST_LEVELS)
         if self.adaptive and self.length > self.longest:
             raise ValueError(f"length must be at most max_length {self.longest}, got {self.length}")
 
