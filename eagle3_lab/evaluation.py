@@ -27,6 +27,7 @@ from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.errors import UserError
 from eagle3_lab.journal import Answers, Journal, Place, Turn
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
 
 WARM_UP_TOKENS = 8
@@ -61,8 +62,8 @@ class Evaluation:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if not 0 <= self.seed < 2**62:  # prompts are numbered from it
             raise ValueError(f"evaluate.seed must be within 0 .. 2**62 - 1, got {self.seed}")
-        if self.other_dtype is not None and not self.other_dtype.is_floating_point:
-            raise ValueError(f"evaluate.other_dtype must be a floating point dtype, got {self.other_dtype}")
+        if self.other_dtype is not None:
+            require_dtype("evaluate.other_dtype", self.other_dtype)
         self._require_parts()
 
     def _require_parts(self) -> None:

@@ -126,6 +126,10 @@ class Optimization:
     def __post_init__(self) -> None:
         if not 0 < self.lr <= MOST_LR:  # nor NaN
             raise ValueError(f"optimizer.lr must be > 0 and at most {MOST_LR}, got {self.lr}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optimizer.warmup must be in [0, 1), a share of all steps, got {self.warmup}")
         if not 0 <= self.final <= 1:

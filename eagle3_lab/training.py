@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
@@ -26,6 +26,17 @@ Products = Literal["auto", "bfloat16", "float32"]
 CURVE_POINTS = 1000
 
 MOST_STEPS = 10**9
+
+MOST_MINUTES = 10**6
+
+LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "num_nodes": 1,
+    "num_sanity_val_steps": -1,
+}
+"""The smallest value of options of Lightning's that it takes at any, and then divides by or understands otherwise."""
 
 # Said by Lightning 2.6 of things that are meant, or that are its own: (category, beginning of the message).
 KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
@@ -53,8 +64,8 @@ class Training:
         kwargs: lightning.Trainer's other options.
 
     Raises:
-        ValueError: for ``precision`` beside a ``products`` that says otherwise, and for a training without an end,
-            which the learning rate's schedule needs.
+        ValueError: for ``precision`` beside a ``products`` that says otherwise, for a training without an end, which
+            the learning rate's schedule needs, for one that would stop before it, and for a value outside its range.
     """
 
     def __init__(
@@ -72,12 +83,20 @@ class Training:
     ) -> None:
         if precision is not None and products != "auto":
             raise ValueError(f"trainer.products is {products!r} and trainer.precision {precision!r}: leave one out")
-        if save_every_minutes <= 0:
-            raise ValueError(f"trainer.save_every_minutes must be > 0, got {save_every_minutes}")
-        if max_steps == -1 == max_epochs:
+        if not 0 < save_every_minutes <= MOST_MINUTES:
+            raise ValueError(
+                f"trainer.save_every_minutes must be > 0 and at most {MOST_MINUTES}, got {save_every_minutes}"
+            )
+        if max_steps == -1 and max_epochs in (-1, 0):
             raise ValueError("trainer.max_steps or trainer.max_epochs must be >= 1: the schedule needs a last step")
         if max_steps != -1 and not 1 <= max_steps <= MOST_STEPS:
             raise ValueError(f"trainer.max_steps must be within 1 .. {MOST_STEPS}, or -1 for no limit, got {max_steps}")
+        if max_epochs is not None and max_epochs < 1 and max_epochs != -1:
+            raise ValueError(f"trainer.max_epochs must be >= 1, -1 for no limit, or null, got {max_epochs}")
+        if log_every_n_steps is not None and log_every_n_steps < 1:
+            raise ValueError(f"trainer.log_every_n_steps must be >= 1 or null, got {log_every_n_steps}")
+        _check_ranges(kwargs)
+        _check_whole(kwargs, callbacks or [])
         self.products: Products = products
         self.named_precision = precision
         self.save_every_minutes = save_every_minutes
@@ -106,6 +125,9 @@ class Training:
                 enable_model_summary=self.enable_model_summary,
                 **self.options,
             )
+        except TypeError as error:  # values' types are checked before: what is left is how devices are written
+            said = " ".join(str(error).split())
+            raise UserError(f"trainer.devices: {self.options.get('devices', 'auto')!r}: {said}") from None
         except (MisconfigurationException, ValueError) as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         sharded.check(trainer.strategy)
@@ -141,6 +163,34 @@ class Training:
         told = ", ".join(f"{str(d).removeprefix('torch.')} {s * 1e3:.1f} ms" for d, s in seconds.items())
         why = f"one timed product: {told}"
         return ("bf16-mixed" if faster == torch.bfloat16 else "32-true"), why
+
+
+def _check_ranges(options: Mapping[str, Any]) -> None:
+    """Refuse numbers that Lightning takes and stumbles over. Raises ValueError."""
+    for key, least in LEAST.items():
+        if (value := options.get(key)) is not None and not value >= least:  # nor NaN
+            raise ValueError(f"trainer.{key} must be >= {least}, got {value}")
+    for key in ("val_check_interval", "limit_train_batches"):
+        value = options.get(key)
+        if isinstance(value, int | float) and (value < 1 if isinstance(value, int) else not 0 < value <= 1):
+            raise ValueError(f"trainer.{key} must be a number from 1 or a share in (0.0, 1.0], got {value}")
+
+
+def _check_whole(options: Mapping[str, Any], callbacks: Sequence[Callback]) -> None:
+    """Refuse what ends a training before its last step: its head would pass for the whole training's. Raises
+    ValueError."""
+    if options.get("fast_dev_run"):
+        raise ValueError(
+            f"trainer.fast_dev_run is {options['fast_dev_run']}, which saves no head: leave it out, and set "
+            "trainer.max_steps to 1"
+        )
+    timed = [callback for callback in callbacks if isinstance(callback, Timer)]
+    if options.get("max_time") is not None or timed:
+        said = "trainer.callbacks holds a Timer" if timed else f"trainer.max_time is {options['max_time']}"
+        raise ValueError(
+            f"{said}, which would leave a head in the middle of its schedule: set trainer.max_steps; a process that is "
+            "ended by SIGTERM goes on at the next fit"
+        )
 
 
 @contextmanager

@@ -39,7 +39,8 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         dry_run: estimate tokens, disk, memory and hours, and stop; nothing is made or written.
 
     Raises:
-        UserError: a mistake in the experiment, its data or its target, or a disk that is full.
+        UserError: a mistake in the experiment, its data or its target, a disk that is full, or this training
+            under way in another process.
     """
     if lacks := experiment.lacks():
         raise UserError(
@@ -65,8 +66,8 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
-    fresh = work.run_id() is None
-    with continued(experiment, data, work) as run:
+    with work.held(), continued(experiment, data, work) as run:
+        fresh = work.run_id() is None
         work.remember(run.id)
         log_setting(experiment, data, run)
         card = data_card(data, stages.draft_vocabulary(experiment, target, data), target.spec.vocab)

@@ -167,8 +167,8 @@ def train_head(
     way is tagged. ``run`` is None in all processes but the first, which alone logs and saves.
 
     Raises:
-        UserError: no room on the disk, options that Lightning refuses, more processes than rows, or a last checkpoint
-            that is damaged.
+        UserError: no room on the disk, options that Lightning refuses, more processes than rows, a last checkpoint that
+            is damaged, or no step taken.
         KeyboardInterrupt: Ctrl-C or SIGTERM; ``work.last`` is then the last step's.
     """
     if ranks.is_first():
@@ -201,6 +201,8 @@ def train_head(
                 trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+        if trainer.global_step == 0:
+            raise UserError("training: ended before its first step, so there is no head; see trainer.callbacks")
         trainer.save_checkpoint(work.draft, weights_only=True)
     ranks.part()
     data.trainer = None  # whoever reads the data from here on reads all of it

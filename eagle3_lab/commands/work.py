@@ -6,10 +6,12 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from torch import nn
 
 from eagle3_lab import checkpoint, ranks
@@ -24,7 +26,7 @@ from eagle3_lab.formats import official
 from eagle3_lab.target.adapter import HFTarget
 
 CHECKPOINT = ".ckpt"
-LAST, DRAFT, STATE, PRODUCTS = "last.ckpt", "draft.ckpt", "state.json", "products.json"
+LAST, DRAFT, STATE, PRODUCTS, LOCK = "last.ckpt", "draft.ckpt", "state.json", "products.json", "lock"
 
 WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
 ALONE = 4
@@ -67,6 +69,29 @@ class Work:
     def last(self) -> Path:
         """Where an interrupted training goes on from."""
         return self.folder / LAST
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, no other process trains in this folder or measures what was trained there; the system lets go of it
+        when this one ends, however it ends. Of several processes that train together the first one holds it.
+
+        Raises:
+            UserError: another process holds it, or it cannot be written.
+        """
+        lock = FileLock(self.folder / LOCK)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"{self.folder}: is being trained by another process; wait for its end, or end it and run this again"
+            ) from None
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror}); a folder that can") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def products(self, choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         """The number format of this training's products and why: chosen by its first process when it begins, then the

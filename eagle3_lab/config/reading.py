@@ -86,10 +86,13 @@ def read(path: Path, *, root: Path | None = None) -> Document:
 
 
 def include(value: Node, *, key: str, root: Path, where: dict[str, str]) -> Node:
-    """Replace the file references in a value from the command line; they may also be relative to where one stands.
+    """Replace the file references in a value from the command line, as `read` does; they may also be relative to where
+    one stands.
 
     `where` gains the lines of the files that were read. Raises: `ConfigError` as `read`.
     """
+    if isinstance(value, str) and key.rpartition(".")[2] in NAMING:
+        return value
     return _Reader(root, where).expand(value, key=key, file=None, chain=())
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3_lab.data.chat import Message
-from eagle3_lab.data.records import names, records, say, whole_characters
+from eagle3_lab.data.records import names, records, say, whole_characters, without_folders
 from eagle3_lab.errors import UserError, near
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -80,7 +80,7 @@ def read_conversations(path: str) -> tuple[list[Conversation], Report]:
     """Read every usable conversation of a file, in its order.
 
     Raises:
-        UserError: ``file:line: what is wrong; what would be right``, or nothing usable in the whole file.
+        UserError: ``path:line: what is wrong; what would be right``, or nothing usable in the whole file.
     """
     report = Report("read")
     found: list[Conversation] = []
@@ -205,7 +205,7 @@ def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, .
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole
-    name = str(record.get("id", place))
+    name = str(record.get("id", without_folders(place)))
     if not whole_characters(name + said.get("source", "")):
         raise UserError(f"{place}: id or source holds half a surrogate pair; whole characters are needed")
     if not 0 <= (said.get("temperature") or 0) < math.inf:

@@ -32,6 +32,9 @@ from eagle3_lab.types import LogitSummary, Needs
 SHARD_BYTES = 128 * 2**20
 """How much is made and written at once: what a killed run loses at most, and what it holds in memory."""
 
+MOST_THREADS = 64
+"""More read no faster, and each holds a batch."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -54,8 +57,10 @@ class Features:
     def __post_init__(self) -> None:
         if self.layers and min(self.layers) < 0:
             raise ValueError(f"features.layers must be ids >= 0, got {self.layers}")
-        if self.threads < 0:
-            raise ValueError(f"features.threads must be >= 0, got {self.threads}")
+        if len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"features.layers must differ from each other, got {self.layers}")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"features.threads must be within 0 .. {MOST_THREADS}, got {self.threads}")
 
     def contents(self, target: HFTarget, needs: Needs, found: Sequence[Document], data: str) -> Contents:
         """What is to be kept of these documents, whose identity is ``data``. Raises UserError for a layer that the

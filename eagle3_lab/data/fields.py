@@ -44,12 +44,12 @@ class Fields:
         if not self.question and (self.answer or self.before):
             raise ValueError("fields.question must name a column where answer or before is given, got none")
 
-    def name(self, record: Mapping[str, Any], place: str) -> str:
-        """The conversation's id."""
+    def name(self, record: Mapping[str, Any], place: str, called: str) -> str:
+        """The conversation's id; ``called``, where the record says none."""
         if self.id is not None:
             name = str(_value(record, self.id, "id", place))
         else:
-            name = str(record.get("id", record.get("question_id", place)))
+            name = str(record.get("id", record.get("question_id", called)))
         if not whole_characters(name):
             raise UserError(f"{place}: its id holds half a surrogate pair; whole characters are needed")
         return name

@@ -54,7 +54,7 @@ class HubPrompts(Prompts):
             if not isinstance(row, dict):
                 raise UserError(f"{self.name}[{number}]: a {type(row).__name__}; a row of named columns is needed")
             place = f"{self.name}[{number}]"
-            yield Talk(self.fields.name(row, place), tuple(self.fields.turns(row, place)), self.source)
+            yield Talk(self.fields.name(row, place, place), tuple(self.fields.turns(row, place)), self.source)
 
     def identity(self) -> dict[str, Any]:
         named = {"name": self.name, "config": self.config, "split": self.split, "revision": self.revision}

@@ -21,7 +21,7 @@ from eagle3_lab.data.documents import Document, OverLength
 from eagle3_lab.data.kept import KeptRows, Reading
 from eagle3_lab.data.overlap import Overlap
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
-from eagle3_lab.data.parts import divide
+from eagle3_lab.data.parts import NOT_THERE, divide
 from eagle3_lab.data.prepared import licences_of
 from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
@@ -78,6 +78,8 @@ class ConversationData(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if not path.strip():
+            raise ValueError(f"path must name a .jsonl, .jsonl.gz or .json file, got {path!r}")
         if max_length < 2:
             raise ValueError(f"max_length must be at least 2, got {max_length}")
         if row_length < max_length:
@@ -88,6 +90,8 @@ class ConversationData(LightningDataModule):
             raise ValueError(f"held_out must be a number from 0, a share in [0.0, 1.0), or null, got {held_out}")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 or null, got {limit}")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be within 0 .. 2**63 - 1, got {seed}")
         self.path = path
         self.max_length = max_length
         self.row_length = row_length
@@ -142,7 +146,7 @@ class ConversationData(LightningDataModule):
             )
         self._check_ids(spec)
         self._spec, self._template_hash = spec, chat.template_hash
-        if any(report.dropped for report in self.reports):
+        if any(report.dropped or NOT_THERE in report.noted for report in self.reports):
             _log.warning("%s", self.summary())
 
     def check(self, chat: Chat, spec: TargetSpec) -> None:

@@ -15,6 +15,8 @@ from eagle3_lab.data.documents import Document, OverLength, documents, documents
 from eagle3_lab.data.held_out import candidates, without
 from eagle3_lab.data.overlap import Overlap, unmeasured
 
+NOT_THERE = "asked for, but not there"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -65,6 +67,8 @@ def divide(
     split = candidates(read[0], held_out)
     kept = list(encoded(split.held_out, held, split.wanted))
     taken = [one.conversation for one in kept]
+    if isinstance(held_out, int) and held.kept < held_out:
+        held.noted[NOT_THERE] = held_out - held.kept
     on_done(held.kept)
     found: list[Document] = []
     for some, wanted in ((split.train, limit), *((more, None) for more in read[1:])):

@@ -30,6 +30,7 @@ from eagle3_lab.data.tasks import Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.progress import stage
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.types import COLDEST
 
 VERSION = 2  # of what is made: another one is made anew
@@ -106,8 +107,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         held_out = self.held_out
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"prepare.dtype must be a floating point dtype, got {self.dtype}")
+        if self.dtype is not None:
+            require_dtype("prepare.dtype", self.dtype)
         if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
             raise ValueError(f"prepare.held_out must be a number from 0 or a share in [0.0, 1.0), got {held_out}")
         for name, value in (("rows", self.rows), ("batch_tokens", self.batch_tokens), ("limit", self.limit)):

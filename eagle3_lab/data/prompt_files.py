@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle3_lab.data.fields import Fields
 from eagle3_lab.data.prompts import NOT_STATED, Desk, Prompts, Talk
-from eagle3_lab.data.records import PACKAGE, file_hash, records
+from eagle3_lab.data.records import PACKAGE, file_hash, records, without_folders
 from eagle3_lab.errors import UserError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json")
@@ -56,7 +56,7 @@ class PromptFiles(Prompts):
                     return
                 count += 1
                 turns = self.fields.turns(record, place)
-                yield Talk(self.fields.name(record, place), tuple(turns), self.source)
+                yield Talk(self.fields.name(record, place, without_folders(place)), tuple(turns), self.source)
 
     def identity(self) -> dict[str, Any]:
         hashes = [file_hash(file) for file in self._files()]

@@ -20,6 +20,8 @@ PACKAGE = "package:"
 
 def locate(path: str) -> Path:
     """The file that ``path`` names: a local one, or ``package:NAME``. Raises UserError where there is none."""
+    if not path.strip():
+        raise UserError(f"{path!r} names no file; a .jsonl, .jsonl.gz or .json file is needed")
     if not path.startswith(PACKAGE):
         file = local_path(path)
         if file.is_dir():
@@ -42,32 +44,39 @@ def file_hash(path: str) -> str:
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a .jsonl (blank lines skipped) or of a .json array, each with its place ``file:line``.
+    """The JSON objects of a .jsonl (blank lines skipped) or of a .json array, each with its place ``path:line``,
+    the path as it was given.
 
     Files ending in ``.gz`` are unpacked; a byte order mark is skipped.
 
     Raises:
-        UserError: ``file:line: what is wrong; what would be right``.
+        UserError: ``path:line: what is wrong; what would be right``.
     """
     file = locate(path)
+    called = file.name if path.startswith(PACKAGE) else path
     count = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
-                place = f"{file.name}:{number}"
+                place = f"{called}:{number}"
                 text = _decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, place)
                 if count == 0 and text.lstrip().startswith("["):
-                    yield from _array(text + _decode(stream.read(), place), file.name, number)
+                    yield from _array(text + _decode(stream.read(), place), called, number)
                     return
                 if text.strip():
                     count += 1
-                    yield place, _object(_parse(text, file.name, number), place)
+                    yield place, _object(_parse(text, called, number), place)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{file.name}: cannot be unpacked ({error}); a whole gzip file is needed") from None
+        raise UserError(f"{called}: cannot be unpacked ({error}); a whole gzip file is needed") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); a file that can is needed") from None
     if count == 0:
-        raise UserError(f"{file.name}: empty; one JSON object a line is needed")
+        raise UserError(f"{called}: empty; one JSON object a line is needed")
+
+
+def without_folders(place: str) -> str:
+    """A place as ``file:line``: what a record without an id is called, wherever its file lies."""
+    return place.rpartition("/")[2]
 
 
 def say(value: object) -> str:

@@ -80,7 +80,7 @@ class Task:
 
     Raises:
         UserError: an unknown name without a path.
-        ValueError: a limit below 1.
+        ValueError: a limit below 1, or an empty path.
     """
 
     name: str
@@ -88,6 +88,8 @@ class Task:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        if self.path is not None and not self.path.strip():
+            raise ValueError(f"path must name a .jsonl, .jsonl.gz or .json file, or be null, got {self.path!r}")
         if self.path is None and self.name not in TASKS and self.name != HELD_OUT:
             raise UserError(f"task: unknown name {self.name!r} without a path{near(self.name, [*TASKS, HELD_OUT])}")
         if self.limit is not None and self.limit < 1:

@@ -27,6 +27,7 @@ from eagle3_lab.packed import pack
 from eagle3_lab.paths import local_path
 from eagle3_lab.siblings import join
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
 from eagle3_lab.target.template import read_template
@@ -73,6 +74,7 @@ class TargetChoice:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
+        require_dtype("target.dtype", self.dtype)
         if self.device_map is not None and self.device != "auto":
             raise ValueError(f"target.device is {self.device!r} and target.device_map is given: leave one out")
 

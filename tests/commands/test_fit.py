@@ -10,13 +10,16 @@ import lightning
 import pytest
 import torch
 from bench import Bench, Ran, make_bench
+from lightning.pytorch.callbacks import Callback
 from mlflow.entities import Run as StoredRun
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab
 
 from eagle3_lab import load
 from eagle3_lab.commands import inputs, stages
+from eagle3_lab.commands.fit import fit
 from eagle3_lab.commands.work import Work
+from eagle3_lab.errors import UserError
 from eagle3_lab.tracking import open_run, store_uri
 from eagle3_lab.train import DraftModule
 
@@ -51,6 +54,40 @@ def test_the_table_is_kept_for_machines(finished: tuple[Bench, Ran]) -> None:
     assert all(row["tau"]["value"] >= 1 for row in table["methods"])
     assert len(table["one_pass"]["n_alpha_all"]) == 7, "judged_depth, though trained for 3 steps"
     assert table["run_id"] == stored(bench, ran).info.run_id
+
+
+# ------------------------------------------------------------------------------------------------- what it refuses
+
+
+class Stops(Callback):
+    """Ends a training before its first step."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        trainer.should_stop = True
+
+
+def test_a_training_of_no_step_leaves_no_head(bench: Bench) -> None:
+    experiment = load(bench.yaml, "evaluate=null")
+    assert experiment.trainer is not None
+    experiment.trainer.callbacks.append(Stops())
+    with pytest.raises(UserError, match="^training: ended before its first step, so there is no head"):
+        fit(experiment)
+    assert not (bench.work() / "draft.ckpt").exists()
+
+
+def test_a_folder_that_another_process_holds_is_left_alone(bench: Bench) -> None:
+    words = ("--evaluate", "null", "--trainer.max_steps", "1", "--trainer.val_check_interval", "1")
+    ran = bench.run("fit", *words)
+    run = stored(bench, ran)
+    with Work(bench.work(), "another").held():
+        second = bench.run("fit", *words)
+    assert (second.code, second.out) == (2, "")
+    assert second.complaints == [
+        f"{bench.work()}: is being trained by another process; wait for its end, or end it and run this again"
+    ]
+    after = stored(bench, ran)
+    assert (after.info.status, after.info.end_time) == ("FINISHED", run.info.end_time), "its run is not touched"
+    assert bench.run("fit", *words).code == 0
 
 
 # ------------------------------------------------------------------------------------------------------- what it leaves

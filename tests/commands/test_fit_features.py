@@ -153,7 +153,9 @@ def test_a_store_of_other_contents_costs_one_line_before_training(bench: Bench, 
 def test_what_cannot_be_kept_is_told_before_training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, fault in (
         (("--features.layers", "[9]"), "features.layers: 9, but "),
-        (("--features.threads", "-1"), "features.threads must be >= 0, got -1"),
+        (("--features.threads", "-1"), "features.threads must be within 0 .. 64, got -1"),
+        (("--features.threads", "65"), "features.threads must be within 0 .. 64, got 65"),
+        (("--features.layers", "[1, 1]"), "features.layers must differ from each other, got [1, 1]"),
         (("--features.dtype", "int8"), "features.dtype"),
         ((*STORED, "--model.mask", "official", "--model.edge", "counted"), "features: model.edge 'counted' is taught"),
     ):

@@ -59,6 +59,10 @@ def step_of(checkpoint: Path) -> int:
 def test_a_killed_training_goes_on_in_its_run_and_ends_as_if_it_had_not_been(bench: Bench, tmp_path: Path) -> None:
     process = start(bench, STEPS)
     last = wait_for_checkpoint(bench, process)
+    process.send_signal(signal.SIGSTOP)
+    second = bench.run("fit", *words(STEPS))
+    assert (second.code, second.out) == (2, "")
+    assert second.complaints[-1].startswith(f"{bench.work()}: is being trained by another process; wait for its end")
     process.kill()
     process.communicate()
     work, done = bench.work(), step_of(last)

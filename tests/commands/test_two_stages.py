@@ -72,6 +72,11 @@ def test_without_the_first_stages_head_it_says_what_is_missing(tiny: TinyLab, tm
     assert (code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if "model.start" in line]
     assert f"trains for target 'embedded', this is '{tiny.target}'" in line
+    code, out, err = run("hass_stage2", tiny, tmp_path, "--model.start", "experiments/hass.yaml")
+    assert (code, out) == (2, "")
+    (named,) = [line for line in err.splitlines() if "model.start" in line]
+    assert named.startswith("command line: model.start: "), "a name with its ending is no content"
+    assert f"trains for target 'embedded', this is '{tiny.target}'" in named
     code, out, err = run("hass_stage2", tiny, tmp_path, "--model.start", str(tmp_path / "none.ckpt"))
     assert (code, out) == (2, "")
     assert f"checkpoint: no file {tmp_path / 'none.ckpt'}" in err.splitlines()[-1]

@@ -106,9 +106,25 @@ def test_files_that_cannot_be_read_at_all_are_one_line_errors(tmp_path: Path) ->
         locate("package:nothing-of-this-name")
 
 
+def test_a_fault_names_the_path_as_it_was_given_and_an_id_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below", GOOD, "{")
+    with pytest.raises(UserError, match=r"^below/c\.jsonl:2: broken JSON"):
+        read_conversations("below/c.jsonl")
+    write(tmp_path / "below", GOOD)
+    for path in ("below/c.jsonl", str(tmp_path / "below" / "c.jsonl")):
+        (one,), _ = read_conversations(path)
+        assert one.id == "c.jsonl:1", "else what is held out would depend on where the file lies"
+    with pytest.raises(UserError, match=r"^' ' names no file; a \.jsonl"):
+        read_conversations(" ")
+
+
 def test_a_json_array_is_read_too_and_its_faults_have_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "[", json.dumps(GOOD) + ",", json.dumps(GOOD), "]", name="c.json")
-    assert [place for place, _ in records(path)] == ["c.json[0]", "c.json[1]"]
+    assert [place for place, _ in records(path)] == [f"{path}[0]", f"{path}[1]"]
     with pytest.raises(UserError, match=r"c.json:3: broken JSON"):
         read_conversations(write(tmp_path, "[", json.dumps(GOOD) + ",", "{'x'", "]", name="c.json"))
 

@@ -277,7 +277,7 @@ def test_a_disk_too_small_is_told_before_the_first_byte(
 def test_wrong_options_are_named(model: HFTarget) -> None:
     with pytest.raises(ValueError, match=r"features.layers must be ids >= 0, got \[-1\]"):
         Features(layers=[-1])
-    with pytest.raises(ValueError, match="features.threads must be >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"features.threads must be within 0 \.\. 64, got -1"):
         Features(threads=-1)
     with pytest.raises(UserError, match=r"features.layers: 5, but llama has hidden states 0..4"):
         Features(layers=[5]).contents(model, NEEDS, documents(), "d0")

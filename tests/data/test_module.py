@@ -91,6 +91,16 @@ def test_a_sample_without_a_supervised_token_is_dropped_beside_a_normal_one_with
     assert data.val_dataloader() == []
 
 
+def test_more_held_out_than_there_are_is_told(
+    tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path, chatml, spec, some_lines(4), held_out=2)
+        assert caplog.text == ""
+        build(tmp_path, chatml, spec, some_lines(4), held_out=100)
+    assert "held out: 2 conversations; noted 98 (asked for, but not there)" in caplog.text
+
+
 def test_a_whole_set_without_supervised_tokens_stops_and_names_max_length(
     tmp_path: Path, chatml: PreTrainedTokenizerFast, spec: TargetSpec
 ) -> None:
@@ -182,6 +192,8 @@ def test_a_target_that_does_not_fit_the_data_is_an_error(
         ({"max_length": 512, "row_length": 511}, "row_length must be at least max_length, 512, got 511"),
         ({"rows_per_batch": 0}, "rows_per_batch must be at least 1, got 0"),
         ({"held_out": 1.0}, "held_out must be"),
+        ({"path": " "}, "path must name a .jsonl, .jsonl.gz or .json file, got ' '"),
+        ({"seed": -1}, r"seed must be within 0 \.\. 2\*\*63 - 1, got -1"),
         ({"held_out": -1}, "held_out must be"),
         ({"limit": 0}, "limit must be at least 1"),
     ],

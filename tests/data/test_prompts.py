@@ -95,6 +95,15 @@ def test_a_fault_is_told_with_file_and_line(tmp_path: Path, line: object, messag
     assert "\n" not in str(told.value)
 
 
+def test_a_fault_in_a_folder_is_told_with_the_path_below_it(tmp_path: Path) -> None:
+    (tmp_path / "all" / "b").mkdir(parents=True)
+    write(tmp_path / "all" / "a.jsonl", USER)
+    write(tmp_path / "all" / "b" / "a.jsonl", "{")
+    with pytest.raises(UserError) as told:
+        read(PromptFiles(str(tmp_path / "all")))
+    assert str(told.value).startswith(f"{tmp_path / 'all' / 'b' / 'a.jsonl'}:1: broken JSON")
+
+
 def test_a_byte_order_mark_and_blank_lines_are_no_fault_and_nothing_at_all_is(tmp_path: Path) -> None:
     assert len(read(PromptFiles(write(tmp_path / "p.jsonl", "\ufeff" + json.dumps(USER), "", "  ", USER)))) == 2
     with pytest.raises(UserError, match=r"e\.jsonl: empty"):

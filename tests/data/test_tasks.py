@@ -54,11 +54,20 @@ def test_a_broken_prompt_is_named_with_its_line(tmp_path: Path, record: object, 
         Task("mine", write(tmp_path, {"question_id": 1, "turns": ["x"]}, record)).prompts()
 
 
+def test_a_broken_prompt_is_told_with_the_folder_that_tells_its_file_from_others(tmp_path: Path) -> None:
+    path = write(tmp_path, {"turns": []})
+    with pytest.raises(UserError) as told:
+        Task("mine", path).prompts()
+    assert str(told.value).startswith(f"{path}:1: turns is a list of 0")
+
+
 def test_an_unknown_task_is_told_the_nearest_name_and_a_bad_limit_its_range() -> None:
     with pytest.raises(UserError, match="unknown name 'mtbench'.*did you mean 'mt_bench'"):
         Task("mtbench")
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         Task("gsm8k", limit=0)
+    with pytest.raises(ValueError, match="path must name a .jsonl, .jsonl.gz or .json file, or be null, got ''"):
+        Task("mine", "")
 
 
 def test_held_out_prompts_come_from_the_data() -> None:

@@ -1,0 +1,78 @@
+"""The trainer's options: what is refused before anything is trained, since Lightning takes it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from eagle3_lab.checkpoint import AtomicCheckpointIO
+from eagle3_lab.errors import UserError
+from eagle3_lab.training import Training
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be >= 1, got 0"),
+        ({"accumulate_grad_batches": -1}, "trainer.accumulate_grad_batches must be >= 1, got -1"),
+        ({"check_val_every_n_epoch": 0}, "trainer.check_val_every_n_epoch must be >= 1, got 0"),
+        ({"val_check_interval": 0}, "trainer.val_check_interval must be a number from 1 or a share in (0.0, 1.0]"),
+        ({"val_check_interval": 0.0}, "trainer.val_check_interval must be a number from 1 or a share in (0.0, 1.0]"),
+        ({"limit_train_batches": 0}, "trainer.limit_train_batches must be a number from 1 or a share in (0.0, 1.0]"),
+        ({"gradient_clip_val": -1}, "trainer.gradient_clip_val must be >= 0, got -1"),
+        ({"gradient_clip_val": math.nan}, "trainer.gradient_clip_val must be >= 0, got nan"),
+        ({"num_sanity_val_steps": -5}, "trainer.num_sanity_val_steps must be >= -1, got -5"),
+        ({"num_nodes": 0}, "trainer.num_nodes must be >= 1, got 0"),
+        ({"log_every_n_steps": 0}, "trainer.log_every_n_steps must be >= 1 or null, got 0"),
+        ({"log_every_n_steps": -1}, "trainer.log_every_n_steps must be >= 1 or null, got -1"),
+        ({"save_every_minutes": math.nan}, "trainer.save_every_minutes must be > 0 and at most 1000000, got nan"),
+        ({"save_every_minutes": 1e15}, "trainer.save_every_minutes must be > 0 and at most 1000000, got 1000000000"),
+    ],
+)
+def test_a_value_outside_its_range_is_told_with_its_key(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError) as told:
+        Training(max_steps=2, **options)
+    assert str(told.value).startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (
+            {"max_steps": -1, "max_epochs": 0},
+            "trainer.max_steps or trainer.max_epochs must be >= 1: the schedule",
+        ),
+        ({"max_epochs": 0}, "trainer.max_epochs must be >= 1, -1 for no limit, or null, got 0"),
+        ({"max_epochs": -3}, "trainer.max_epochs must be >= 1, -1 for no limit, or null, got -3"),
+        ({"fast_dev_run": True}, "trainer.fast_dev_run is True, which saves no head: leave it out, and set "),
+        ({"max_time": "00:00:00:00"}, "trainer.max_time is 00:00:00:00, which would leave a head in the middle of its"),
+        ({"callbacks": [Timer("00:00:00:01")]}, "trainer.callbacks holds a Timer, which would leave a head in the "),
+    ],
+)
+def test_a_training_that_would_not_reach_its_last_step_is_refused(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError) as told:
+        Training(**({"max_steps": 2} | options))
+    assert str(told.value).startswith(fault)
+
+
+def test_the_ends_of_the_ranges_are_taken(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_sanity_val_steps": -1, "gradient_clip_val": 0, "check_val_every_n_epoch": None}
+    options |= {"val_check_interval": 1, "limit_train_batches": 1.0, "fast_dev_run": False, "accelerator": "cpu"}
+    trainer = Training(max_epochs=1, log_every_n_steps=1, **options).make(
+        DummyLogger(), [], AtomicCheckpointIO(), "32-true", tmp_path
+    )
+    assert (trainer.max_epochs, trainer.max_steps, trainer.val_check_interval) == (1, -1, 1)
+
+
+@pytest.mark.parametrize("devices", ["abc", -1, [0]])
+def test_devices_that_lightning_cannot_read_are_told_with_their_key(devices: object, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"devices": devices, "accelerator": "cpu"}
+    with pytest.raises(UserError) as told:
+        Training(max_steps=2, **options).make(DummyLogger(), [], AtomicCheckpointIO(), "32-true", tmp_path)
+    assert str(told.value).startswith(f"trainer.devices: {devices!r}: ")
+    assert str(told.value).endswith("should be an int > 0.")
