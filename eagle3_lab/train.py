@@ -26,6 +26,7 @@ from eagle3_lab.draft.teacher import Oov
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.metrics import HitTable, StepLoss
+from eagle3_lab.onednn import float32_products
 from eagle3_lab.rows import Edge, Mask
 from eagle3_lab.sharded import shard
 from eagle3_lab.target.adapter import HFTarget
@@ -236,12 +237,13 @@ class DraftModule(lightning.LightningModule):
         taps = out.taps
         if self.noise is not None and generator is not None:
             taps = self.noise.disturb(taps, batch, generator)
-        steps = list(unroll(self.draft, self.source(taps), batch))
         assert out.top is not None
         top, counted = out.top.to(target.dtype), self.unroll.depth
-        done = self.loss(
-            self.draft, steps, batch, target, top, denominators=denominators, counted=counted, summary=out.summary
-        )
+        with float32_products():
+            steps = list(unroll(self.draft, self.source(taps), batch))
+            done = self.loss(
+                self.draft, steps, batch, target, top, denominators=denominators, counted=counted, summary=out.summary
+            )
         return done, steps
 
     def configure_model(self) -> None:

@@ -102,7 +102,9 @@ def bench_decode(
         curves=made,
         methods=methods,
         rivals=rivals,
-        trees=[] if own is None else _trees(target, own, law, calibration, evaluation, made),
+        trees=[]
+        if own is None or _own(contestants, evaluation) is None
+        else _trees(target, own, law, calibration, evaluation, made),
     )
     print(as_text(table), end="")
     if json is not None:
@@ -154,10 +156,18 @@ def _meter(
 ) -> Meter:
     own = [c.proposer.nodes for c in contestants]
     nodes = sorted({n for n in NODES if n <= max(*own, 16)} | set(own))
-    eagle = next((c.proposer for c in contestants if isinstance(c.proposer, Eagle)), None)
+    eagle = _own(contestants, evaluation)
+    eagle = eagle or next((c.proposer for c in contestants if isinstance(c.proposer, Eagle)), None)
     grown = [m.grow for m in evaluation.methods.values() if isinstance(m, HeadTree)]
     widths = sorted({1, 2, 4, 8, *(w for grow in grown for w in grow.widths)}) if eagle is not None else []
     return Meter(target, eagle, law, ids, nodes=nodes, widths=widths, rounds=rounds)
+
+
+def _own(contestants: Sequence[_Contestant], evaluation: Evaluation) -> Eagle | None:
+    """The first that drafts with the experiment's own head and not with a named one: trees are chosen for it, so the
+    levels timed are its."""
+    drafting = [(c.name, c.proposer) for c in contestants if isinstance(c.proposer, Eagle)]
+    return next((eagle for name, eagle in drafting if evaluation.methods[name].head is None), None)
 
 
 def _speeds(
@@ -247,9 +257,7 @@ def _trees(
     evaluation: Evaluation,
     made: Curves,
 ) -> list[Choice]:
-    """The most promising dynamic trees, by a wide tree's rounds on the calibration prompts; none without a head."""
-    if not made.draft:
-        return []
+    """The most promising dynamic trees, by a wide tree's rounds on the calibration prompts."""
     width = min(WIDE.width, len(head.draft.vocab))
     grow = DynamicTree(WIDE.levels, width, min(WIDE.budget, 1 + width + (WIDE.levels - 1) * width**2))
     with stage("trees", "answers", len(calibration)) as s:

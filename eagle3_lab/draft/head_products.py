@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from eagle3_lab.onednn import multiplied
+
 
 class HeadProducts(TorchFunctionMode):
     """What ``linear`` does while this is active (``with products: ...``).
@@ -62,13 +64,10 @@ class HeadProducts(TorchFunctionMode):
             return
         if (total := self._gradients.get(key)) is None:
             total = self._gradients[key] = torch.zeros_like(weight)
-        if total.dtype == grad.dtype:
-            total.addmm_(grad.T, x)
-            return
         size = total.shape[0]
         rows = size if self._slice_bytes is None else max(1, self._slice_bytes // (x.shape[1] * x.element_size()))
         for begin in range(0, size, rows):
-            total[begin : begin + rows] += grad[:, begin : begin + rows].T @ x
+            total[begin : begin + rows] += multiplied(grad[:, begin : begin + rows].T, x.T)
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in a product's dtype, made once."""
@@ -101,7 +100,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, products: HeadProducts, weight: list[Tensor]) -> Tensor:  # noqa: ANN401
         (ctx.weight,), ctx.products = weight, products
         ctx.save_for_backward(x)
-        return nn.functional.linear(x, products.cast(ctx.weight, x.dtype), bias)
+        return multiplied(x, products.cast(ctx.weight, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -109,4 +108,4 @@ class _Product(torch.autograd.Function):
         (grad,), (x,) = grads, ctx.saved_tensors
         ctx.products.add(ctx.weight, grad, x)
         by_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ ctx.products.cast(ctx.weight, x.dtype), by_bias, None, None
+        return multiplied(grad, ctx.products.cast(ctx.weight, x.dtype).T), by_bias, None, None

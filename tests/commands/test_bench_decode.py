@@ -9,6 +9,14 @@ import pytest
 from bench import Bench, make_bench
 from tiny import TinyLab
 
+from eagle3_lab.commands.bench_decode import _Contestant, _own
+from eagle3_lab.data.tasks import Task
+from eagle3_lab.decode.grow import Chain
+from eagle3_lab.decode.methods import HeadTree, PromptLookup
+from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.evaluation import Evaluation
+
 LOOKUP = "lookup: {class_path: PromptLookup, init_args: {max_ngram: 2, length: 3}}"
 
 
@@ -67,3 +75,16 @@ def test_what_cannot_be_measured_is_told_in_one_line(bench: Bench) -> None:
     )
     ran = bench.run("bench decode", "--rounds", "0")
     assert (ran.code, ran.complaints) == (2, ["--rounds: must be >= 1, got 0"])
+
+
+def test_the_levels_timed_are_those_of_the_experiments_own_head() -> None:
+    methods = {
+        "lookup": PromptLookup(),
+        "theirs": HeadTree(Chain(2), head="experiments/medusa"),
+        "ours": HeadTree(Chain(2)),
+    }
+    evaluation = Evaluation([Task("held_out")], methods)
+    other, own = (Eagle.__new__(Eagle) for _ in range(2))
+    contestants = [_Contestant("vanilla", Vanilla()), _Contestant("theirs", other), _Contestant("ours", own)]
+    assert _own(contestants, evaluation) is own
+    assert _own(contestants[:2], evaluation) is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench import Bench
 
+from eagle3_lab import onednn
 from eagle3_lab.commands.bench_train import Setup
 from eagle3_lab.config import load
 from eagle3_lab.timed_step import TimedStep
@@ -44,6 +45,17 @@ def test_every_optimisation_turned_off_gives_the_same_losses(bench: Bench) -> No
         ["model.unroll.attention=eagle3_lab.draft.attention.DenseUnrolled", "model.budget_mib=null"],
     ):
         assert losses(prepared(bench, *off)) == pytest.approx(as_it_is, abs=1e-5), off
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_float32_products_by_onednn_and_by_mkl_give_the_same_losses(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for by_onednn in (True, False):
+        monkeypatch.setattr(onednn, "outdoes_mkl", lambda by_onednn=by_onednn: by_onednn)
+        found.append(losses(prepared(bench)))
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_the_timed_step_is_the_trainers(bench: Bench) -> None:

@@ -1,0 +1,106 @@
+"""float32 products of a training by oneDNN, on CPUs for which torch's own way of them is slow.
+
+torch multiplies float32 by MKL, whose AVX-512 kernels run on Intel's processors alone: on others of that width oneDNN's
+are over twice as fast (NOTES.md). The formats are the same, float32 in and out; results differ by the order of sums.
+bfloat16 products are oneDNN's anyway, and a target's forward multiplies by :mod:`eagle3_lab.packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def float32_products() -> AbstractContextManager[object]:
+    """While this is active, float32 linear layers on the CPU multiply forward and backward by oneDNN, where that is
+    the faster way on this machine. Decided by the processor's name and not by a clock: the same seed gives the same
+    run."""
+    return OneDNN() if outdoes_mkl() else nullcontext()
+
+
+@cache
+def outdoes_mkl() -> bool:
+    """Whether this is a CPU of AVX-512 that is not Intel's, and torch multiplies by MKL."""
+    mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return mkl and torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() not in ("", "GenuineIntel")
+
+
+def _vendor() -> str:
+    """Who made the processor, as Linux tells it; empty where nobody does."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
+class OneDNN(TorchFunctionMode):
+    """What ``torch.nn.functional.linear`` does while this is active."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = {} if kwargs is None else kwargs
+        if func is nn.functional.linear and _takes(*args, **kwargs):
+            return _linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _takes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    alike = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
+    return alike and input.numel() > 0 and weight.ndim == 2 and not torch.is_autocast_enabled("cpu")
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401 - what apply is said to give
+    return _Linear.apply(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """x W' + b."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(input, weight)
+        return product(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        wants_x, wants_weight, *rest = ctx.needs_input_grad
+        rows, by_row = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        return (
+            product(grad, weight.T, None) if wants_x else None,
+            product(by_row.T, rows.T, None) if wants_weight else None,
+            by_row.sum(0) if any(rest) else None,
+        )
+
+
+def multiplied(
+    x: Float[Tensor, "*rows K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, " M"] | None = None
+) -> Float[Tensor, "*rows M"]:
+    """x W' + b by the faster way, for functions whose backward is written by hand: autograd hears nothing of it."""
+    by_onednn = outdoes_mkl() and _takes(x, weight, bias)
+    return product(x, weight, bias) if by_onednn else nn.functional.linear(x, weight, bias)
+
+
+def product(
+    x: Float[Tensor, "*rows K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, " M"] | None
+) -> Float[Tensor, "*rows M"]:
+    """x W' + b in float32, by oneDNN; any strides."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
