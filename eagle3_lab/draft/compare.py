@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,12 +117,27 @@ def _learn(
     return lost, _hits(log_q, teacher, vocab), teacher.overlap(log_q)
 
 
-def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
+COMPILED = 256
+"""How many losses, formats and vocabularies are compiled in one process, as in a notebook; torch's own limit of 8 is
+meant for a function that is compiled anew by mistake."""
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """`_learn`, compiled: some fourteen operations that each read and write float32 arrays become a few."""
-    from torch._dynamo.exc import BackendCompilerFailed  # a second of imports, for those who compile
+    from torch._dynamo import config  # a second of imports, for those who compile
+
+    config.recompile_limit = max(config.recompile_limit, COMPILED)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, COMPILED)
+    return torch.compile(_learn, dynamic=True, fullgraph=True)
+
+
+def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
+    learn = _compiled()
+    from torch._dynamo.exc import BackendCompilerFailed
 
     try:
-        return torch.compile(_learn, dynamic=True, fullgraph=True)(*run)
+        return learn(*run)
     except BackendCompilerFailed as error:
         why = str(error).strip().splitlines()[0]
         raise UserError(

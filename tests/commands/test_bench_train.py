@@ -124,7 +124,7 @@ def test_head_and_loss_take_memory_that_a_step_without_them_does_not(bench: Benc
     words = ["--data.row_length", "1024", "--model.draft_vocab", "null", "--model.budget_mib", "null"]
     assert bench.run("bench train", "--steps", "1", "--json", str(table), *words).code == 0
     memory = json.loads(table.read_text())["memory"]
-    assert memory["step_bytes"] > memory["without_loss_bytes"] >= 0
+    assert memory["step_bytes"] > memory["without_loss_bytes"] >= 0, memory
 
 
 def test_what_is_kept_of_the_targets_logits_changes_no_loss(bench: Bench) -> None:
