@@ -7,7 +7,6 @@ bfloat16 products are oneDNN's anyway, and a target's forward multiplies by :mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
+
+from eagle3_lab.linear_mode import LinearMode
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -45,29 +45,20 @@ def _vendor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
-class OneDNN(TorchFunctionMode):
+class OneDNN(LinearMode):
     """What ``torch.nn.functional.linear`` does while this is active."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = {} if kwargs is None else kwargs
-        if func is nn.functional.linear and _takes(*args, **kwargs):
-            return _linear(*args, **kwargs)
-        return func(*args, **kwargs)
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _takes(input, weight, bias):
+            return nn.functional.linear(input, weight, bias)
+        out = _Linear.apply(input, weight, bias)
+        assert isinstance(out, Tensor)
+        return out
 
 
 def _takes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     alike = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
     return alike and input.numel() > 0 and weight.ndim == 2 and not torch.is_autocast_enabled("cpu")
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401 - what apply is said to give
-    return _Linear.apply(input, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

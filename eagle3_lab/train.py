@@ -51,7 +51,7 @@ class Model:
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
         budget_mib: memory, in MiB, of head and loss, gradients included: how many rows are worked off together, never
             what comes out; null: all at once. Laws and logits get at least an eighth of it.
-        compile_loss: let torch compile what logits and laws pass through, once, in 10 to 20 s: faster from then on,
+        compile_loss: let torch compile what logits and laws pass through, once, in some seconds: faster from then on,
             equal but for rounding. Needs a compiler (for C++ on a CPU).
         noise: disturbs the states that the draft reads, in training; null: none.
         start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,

@@ -95,6 +95,9 @@ def bench_decode(
     methods, rivals, made = _speeds(
         experiment.target, target, contestants, law, evaluation, measured, calibration, meter, repeats
     )
+    trees = []
+    if own is not None and _own(contestants, evaluation) is not None:
+        trees = _trees(target, own, law, calibration, evaluation, made)
     table = BenchTable(
         setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
         head="; ".join([trained, *(f"{name}: {one.path}" for name, one in heads.others.items())]),
@@ -102,9 +105,7 @@ def bench_decode(
         curves=made,
         methods=methods,
         rivals=rivals,
-        trees=[]
-        if own is None or _own(contestants, evaluation) is None
-        else _trees(target, own, law, calibration, evaluation, made),
+        trees=trees,
     )
     print(as_text(table), end="")
     if json is not None:

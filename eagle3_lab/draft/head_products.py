@@ -9,19 +9,19 @@ through autograd as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
+from eagle3_lab.linear_mode import LinearMode
 from eagle3_lab.onednn import multiplied
 
 
-class HeadProducts(TorchFunctionMode):
+class HeadProducts(LinearMode):
     """What ``linear`` does while this is active (``with products: ...``).
 
     ``trained`` are the weights whose gradients are collected; those of any other trained tensor are autograd's.
@@ -35,18 +35,6 @@ class HeadProducts(TorchFunctionMode):
         self._gradients: dict[int, Tensor] = {}
         self._narrow: dict[int, Tensor] = {}
         self._used: dict[int, Tensor] = {}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = {} if kwargs is None else kwargs
-        if func is not nn.functional.linear:
-            return func(*args, **kwargs)
-        return self._linear(*args, **kwargs)
 
     def held_bytes(self) -> int:
         """What the gradients and casts of all weights met so far take, or will."""
@@ -78,7 +66,8 @@ class HeadProducts(TorchFunctionMode):
             self._narrow[key] = weight.detach().to(dtype)
         return self._narrow[key]
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = input
         learns = weight.requires_grad and torch.is_grad_enabled()
         if learns and not (x.requires_grad and id(weight) in self._trained):
             return nn.functional.linear(x, weight, bias)
