@@ -94,4 +94,19 @@ def product(
     x: Float[Tensor, "*rows K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, " M"] | None
 ) -> Float[Tensor, "*rows M"]:
     """x W' + b in float32, by oneDNN; any strides."""
+    return _opaque(x, weight, bias) if torch.compiler.is_compiling() else _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# torch's compiler takes that operation for a frozen model's, and fails on weights that change
+_opaque = torch.library.custom_op(
+    "eagle3_lab::float32_product", _product, mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+
+
+@_opaque.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from eagle3_lab.draft.narrow import unrolled
+from eagle3_lab.fusing import fusing
 from eagle3_lab.onednn import float32_products
 from eagle3_lab.train import DraftModule
 from eagle3_lab.types import Batch, LogitSummary, Needs
@@ -76,8 +78,9 @@ class TimedStep:
     def forward(self) -> Tensor:
         """The loss of the batch."""
         module, device = self._module, self._batch.ids.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._narrow), float32_products():
-            steps = list(module.unroll(module.draft, module.source(self.taps), self._batch))
+        narrow = torch.autocast(device.type, torch.bfloat16, enabled=self._narrow)
+        with narrow, float32_products(), fusing(module.compiled):
+            steps = unrolled(module.unroll, module.draft, module.source(self.taps), self._batch)
             if not self._with_loss:
                 return torch.stack([out.head_in.sum(dtype=torch.float32) for out in steps]).sum()
             out = module.loss(module.draft, steps, self._batch, self._target, self._top, summary=self._summary)

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.data.packing import RowLoader
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
+from eagle3_lab.draft.narrow import unrolled
 from eagle3_lab.draft.noise import FeatureNoise
 from eagle3_lab.draft.teacher import Oov
 from eagle3_lab.draft.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.draft.unroll import Unroll
+from eagle3_lab.fusing import fusing
 from eagle3_lab.metrics import HitTable, StepLoss
 from eagle3_lab.onednn import float32_products
 from eagle3_lab.rows import Edge, Mask
@@ -51,8 +53,9 @@ class Model:
         reduction: a step's loss is averaged over ``supervised`` rows, or over ``all``.
         budget_mib: memory, in MiB, of head and loss, gradients included: how many rows are worked off together, never
             what comes out; null: all at once. Laws and logits get at least an eighth of it.
-        compile_loss: let torch compile what logits and laws pass through, once, in some seconds: faster from then on,
-            equal but for rounding. Needs a compiler (for C++ on a CPU).
+        compile: let torch compile what lies between a training step's products (in the draft's layers and attention,
+            and where logits meet laws), once, in a minute or so: faster from then on, equal but for rounding. Needs a
+            compiler (for C++ on a CPU).
         noise: disturbs the states that the draft reads, in training; null: none.
         start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,
             without its ending, such as ``experiments/hass``, or a ``draft.ckpt``; null:
@@ -77,7 +80,7 @@ class Model:
     noise: FeatureNoise | None = None
     start: Path | None = None
     budget_mib: int | None = 256
-    compile_loss: bool = False
+    compile: bool = False
     public: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +99,6 @@ class Model:
             oov=self.oov,
             reduction=self.reduction,
             budget_mib=self.budget_mib,
-            compiled=self.compile_loss,
         )
 
 
@@ -169,7 +171,7 @@ class DraftModule(lightning.LightningModule):
     first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
     each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
     unbroken one does. ``read`` gives a batch's features, what ``needs`` names: the target's own forward, once a batch,
-    unless something else is put there.
+    unless something else is put there. ``compiled``: torch compiles what lies between a training step's products.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -186,13 +188,14 @@ class DraftModule(lightning.LightningModule):
         noise: FeatureNoise | None = None,
         seed: int = 0,
         judged_depth: int | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         loss.check(source, draft)
         unroll.check(draft)
         self.source, self.draft = source, draft
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
-        self.noise, self.seed = noise, seed
+        self.noise, self.seed, self.compiled = noise, seed, compiled
         self.judging = unroll.judging(unroll.reach if judged_depth is None else judged_depth, draft.steps)
         self.validation = HitTable(self.judging.reach)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
@@ -239,8 +242,8 @@ class DraftModule(lightning.LightningModule):
             taps = self.noise.disturb(taps, batch, generator)
         assert out.top is not None
         top, counted = out.top.to(target.dtype), self.unroll.depth
-        with float32_products():
-            steps = list(unroll(self.draft, self.source(taps), batch))
+        with float32_products(), fusing(self.compiled and torch.is_grad_enabled()):
+            steps = unrolled(unroll, self.draft, self.source(taps), batch)
             done = self.loss(
                 self.draft, steps, batch, target, top, denominators=denominators, counted=counted, summary=out.summary
             )

@@ -31,8 +31,10 @@ from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, curves
 from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.vanilla import Vanilla
 from eagle3_lab.draft.loss import UnrolledLoss
+from eagle3_lab.draft.narrow import unrolled
 from eagle3_lab.draft.terms import SoftCE
 from eagle3_lab.draft.unroll import Unroll
+from eagle3_lab.fusing import fusing
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Batch, Decoded, Needs, Proposer
 
@@ -139,22 +141,23 @@ def agreement(bench: Bench) -> dict[str, object]:
 
 def training(bench: Bench, compiled: bool = False) -> dict[str, object]:
     """Steps of the whole training path but for the trainer: features, unroll, loss, backward, AdamW. The first two are
-    not counted, in which ``compiled`` compiles the loss."""
+    not counted, in which torch compiles what ``compiled`` asks for."""
     s = bench.sizes
     ids = torch.randint(s.vocab, (1, s.rows), generator=torch.Generator().manual_seed(2)).to(bench.device)
     position = torch.arange(s.rows, device=bench.device)[None]
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), position, torch.zeros_like(ids))
-    unroll, loss = Unroll(s.depth), UnrolledLoss([SoftCE(1.0)], compiled=compiled)
+    unroll, loss = Unroll(s.depth), UnrolledLoss([SoftCE(1.0)])
     parameters = [p for m in (bench.source, bench.draft) for p in m.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     needs = Needs(layers=bench.source.layers(s.layers), top=True)
     seconds, losses = [], []
     for _ in range(s.steps + 2):
         began = _now(bench.device)
-        with torch.autocast(s.device, dtype=torch.bfloat16, enabled=s.dtype == torch.bfloat16):
+        narrow = torch.autocast(s.device, dtype=torch.bfloat16, enabled=s.dtype == torch.bfloat16)
+        with narrow, fusing(compiled):
             out = bench.target.features(batch, needs)
             assert out.top is not None
-            steps = list(unroll(bench.draft, bench.source(out.taps), batch))
+            steps = unrolled(unroll, bench.draft, bench.source(out.taps), batch)
             total = loss(bench.draft, steps, batch, bench.target, out.top.to(bench.target.dtype)).total
         total.backward()
         optimizer.step()

@@ -114,6 +114,7 @@ def build_module(experiment: Experiment, target: HFTarget, data: ConversationDat
             noise=model.noise,
             seed=experiment.seed,
             judged_depth=experiment.judged_depth,
+            compiled=model.compile,
         )
     except ValueError as error:
         raise UserError(f"model: {error}") from None

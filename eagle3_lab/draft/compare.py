@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.teacher import Teacher
-from eagle3_lab.errors import UserError
+from eagle3_lab.fusing import fusible, is_fusing
 
 Losses = Callable[[Float[Tensor, "R Vd"], Teacher, Float[Tensor, ""]], Float[Tensor, " R"]]
 """The unweighted losses of R rows' log-laws, given their teachers and the mean acceptance of their step."""
@@ -25,14 +23,12 @@ Losses = Callable[[Float[Tensor, "R Vd"], Teacher, Float[Tensor, ""]], Float[Ten
 @dataclass(frozen=True)
 class Learned:
     """What R rows learn. ``losses`` None: no term reads the draft's law; ``acceptance`` is of the rows' step;
-    ``weight`` of each row in the sum; ``factor`` of the sum, in the gradient alone; ``compiled``: what a run of rows
-    passes through on its way to a gradient is one fused operation."""
+    ``weight`` of each row in the sum; ``factor`` of the sum, in the gradient alone."""
 
     losses: Losses | None
     acceptance: Float[Tensor, ""]
     weight: Float[Tensor, " R"]
     factor: Float[Tensor, ""]
-    compiled: bool = False
 
     def lost(self, log_q: Tensor, teacher: Teacher, here: slice) -> Tensor:
         """The weighted sum of a run of rows."""
@@ -62,12 +58,10 @@ def compare(
 ) -> Compared:
     """``law`` gives the teachers of a run of rows, ``at_once`` says how long those are. ``learned`` None: the rows are
     judged by their arg-max alone, and loss and overlap are 0.
-
-    Raises:
-        UserError: compiling is asked for and fails, as it does without a compiler for C++.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    learning = logits.requires_grad and learned is not None and learned.losses is not None
+    losses = None if learned is None else learned.losses
+    learning = logits.requires_grad and losses is not None
     logits = logits.detach()
     gradient = torch.empty_like(logits) if learning else None
     hit = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
@@ -77,10 +71,10 @@ def compare(
         if learned is None:
             hit[here] = _hits(log_law(some), teacher, vocab)
             continue
-        if gradient is not None and learned.compiled and some.shape[0] > 1:  # one row would be compiled apart
+        if gradient is not None and losses is not None and is_fusing() and some.shape[0] > 1:  # not compiled for one
             weight, into = learned.weight[here], gradient[here]
-            lost, hit[here], overlap[here] = _fused(
-                learned.losses, some, teacher, learned.acceptance, weight, learned.factor, vocab, into
+            lost, hit[here], overlap[here] = _learn(
+                losses, some, teacher, learned.acceptance, weight, learned.factor, vocab, into
             )
         else:
             log_q = log_law(some.requires_grad_(learning))
@@ -94,6 +88,7 @@ def compare(
     return Compared(hit, overlap, loss, gradient)
 
 
+@fusible("any")
 def _learn(
     losses: Losses,
     logits: Tensor,
@@ -104,8 +99,8 @@ def _learn(
     vocab: Tensor,
     into: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, hits and overlaps of a run of rows, and their gradient ``into`` its place, as a function that torch can
-    compile as a whole."""
+    """Loss, hits and overlaps of a run of rows, and their gradient ``into`` its place: some fourteen operations that
+    each read and write float32 arrays, which compiled become a few."""
 
     def value(logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         log_q = log_law(logits)
@@ -115,35 +110,6 @@ def _learn(
     gradient, (lost, log_q) = torch.func.grad(value, has_aux=True)(logits)
     into.copy_(gradient)
     return lost, _hits(log_q, teacher, vocab), teacher.overlap(log_q)
-
-
-COMPILED = 256
-"""How many losses, formats and vocabularies are compiled in one process, as in a notebook; torch's own limit of 8 is
-meant for a function that is compiled anew by mistake."""
-
-
-@cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """`_learn`, compiled: some fourteen operations that each read and write float32 arrays become a few."""
-    from torch._dynamo import config  # a second of imports, for those who compile
-
-    config.recompile_limit = max(config.recompile_limit, COMPILED)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, COMPILED)
-    return torch.compile(_learn, dynamic=True, fullgraph=True)
-
-
-def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - those of `_learn`
-    learn = _compiled()
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    try:
-        return learn(*run)
-    except BackendCompilerFailed as error:
-        why = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.compile_loss: true, but torch could not compile on this machine ({why}); a compiler for C++ is "
-            "needed on a CPU, triton on a GPU; or leave it out"
-        ) from None
 
 
 def runs(rows: int, at_once: int) -> Iterator[slice]:
@@ -157,4 +123,13 @@ def log_law(logits: Float[Tensor, "R Vd"]) -> Float[Tensor, "R Vd"]:
 
 
 def _hits(log_q: Tensor, teacher: Teacher, vocab: Tensor) -> Tensor:
-    return vocab[log_q.argmax(-1)] == teacher.argmax
+    return vocab[_argmax(log_q)] == teacher.argmax
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """The lowest index of the largest. torch's compiler makes slow code of its own for that."""
+    if not torch.compiler.is_compiling():
+        return x.argmax(-1)
+    size = x.shape[-1]
+    index = torch.arange(size, dtype=torch.int32, device=x.device)
+    return torch.where(x == x.amax(-1, keepdim=True), index, size - 1).amin(-1)

@@ -2,13 +2,7 @@
 
 Unlike torch's ``scaled_dot_product_attention`` both are called by hand: the forward also returns the log-sum-exp of a
 row's scores, and the backward takes output and log-sum-exp as arguments, which may then be those of a larger softmax
-that these keys are only a part of. Which kernel runs is decided in one place, :func:`kernel_for`:
-
-    CPU, any dtype             torch's CPU flash kernel, one call a document, query groups unrepeated
-    CUDA, bfloat16, float16    flash attention on packed rows: one call for all documents (compute capability 8.0)
-    CUDA, float32              memory-efficient attention, one call a document, keys repeated for their query group;
-                               and bfloat16, float16 on older devices
-    anything else              the plain formula, one document's score matrix at a time (CUDA float64: for tests)
+that these keys are only a part of. Which kernel runs is decided in one place, :mod:`eagle3_lab.draft.kernels`.
 
 Rows are flat here: N = B * T of them, a document's side by side. Padding rows are nobody's business: their output is
 unspecified, their gradient 0.
@@ -191,17 +185,6 @@ class FlashPacked(Kernel):
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *unused
         )
-
-
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel for tensors of this kind: see the table above."""
-    if device.type == "cpu":
-        return FlashCPU()
-    if device.type != "cuda" or dtype == torch.float64:
-        return Plain()
-    if dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0):
-        return Efficient()
-    return FlashPacked()
 
 
 def _as_batch(x: Tensor) -> Tensor:

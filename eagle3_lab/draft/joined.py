@@ -25,7 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eagle3_lab.draft.fused import Documents, kernel_for
+from eagle3_lab.draft.fused import Documents
+from eagle3_lab.draft.kernels import kernel_for
+from eagle3_lab.fusing import fusible, fusing, is_fusing
 from eagle3_lab.types import Context, Rows
 
 
@@ -70,7 +72,8 @@ class _Joined(torch.autograd.Function):
         keys, values = _halves(rows)
         padding = documents.padding
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = kernel_for(q.device, q.dtype).forward(q, keys[0], values[0], documents)
+            ctx.kernel, ctx.fusing = kernel_for(q.device, q.dtype), is_fusing()
+            out, lse = ctx.kernel.forward(q, keys[0], values[0], documents)
             alone = _scores(q[padding], keys[0][padding, :, None])  # a padding row sees itself
             out[padding], lse[padding] = _of_groups(values[0][padding], q), alone.flatten(1)
             if len(keys) > 1:
@@ -87,11 +90,11 @@ class _Joined(torch.autograd.Function):
         q, out, lse, *stored = ctx.saved_tensors
         keys, values = _halves(stored)
         grad = _rows(grads[0]).contiguous()
-        with torch.autocast(q.device.type, enabled=False):
-            kernel = kernel_for(q.device, q.dtype)
-            dq, dk, dv = kernel.backward(grad, q, keys[0], values[0], out, lse, documents)
+        with torch.autocast(q.device.type, enabled=False), fusing(ctx.fusing):
+            dq, dk, dv = ctx.kernel.backward(grad, q, keys[0], values[0], out, lse, documents)
             here = (x[padding] for x in (grad, q, out, lse))
-            own = _own_gradients(*here, keys=keys[0][padding, :, None], values=values[0][padding, :, None])
+            with fusing(False):  # few rows, and another number of them in each batch
+                own = _own_gradients(*here, keys=keys[0][padding, :, None], values=values[0][padding, :, None])
             dq[padding], dk[padding], dv[padding] = own[0].to(q.dtype), own[1][:, :, 0], own[2][:, :, 0]
             dks, dvs = [dk], [dv]
             if len(keys) > 1:
@@ -102,37 +105,49 @@ class _Joined(torch.autograd.Function):
         return None, *(_heads(x, batch) for x in (dq, *dks, *dvs))
 
 
+@fusible("any")
 def _join(q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Widen a softmax over the causal keys by each row's own keys (N, kv_heads, i, d)."""
     scores = _scores(q, keys)
-    first = lse.unflatten(1, (keys.shape[1], -1))
+    first = _grouped(lse[..., None], keys.shape[1])[..., 0]
     joined = torch.logaddexp(first, scores.logsumexp(-1))
-    rest = (scores - joined[..., None]).exp() @ values.to(scores.dtype)
+    rest = _mixed((scores - joined[..., None]).exp(), values.to(scores.dtype))
     both = (first - joined).exp()[..., None] * _grouped(out, keys.shape[1]) + rest
     return both.flatten(1, 2).to(q.dtype), joined.flatten(1)
 
 
+@fusible("any")
 def _own_gradients(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq and, per key (N, kv_heads, i, d), dk and dv of the rows' own keys: the module's second table."""
     kv_heads = keys.shape[1]
     dtype = keys.dtype
-    p = (_scores(q, keys) - lse.unflatten(1, (kv_heads, -1))[..., None]).exp()  # (N, kv_heads, group, i)
+    p = (_scores(q, keys) - _grouped(lse[..., None], kv_heads)).exp()  # (N, kv_heads, group, i)
     grad, q, out = (_grouped(x, kv_heads).to(p.dtype) for x in (grad, q, out))
     keys, values = keys.to(p.dtype), values.to(p.dtype)
-    g = p * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    return (g @ keys).flatten(1, 2), (g.mT @ q).to(dtype), (p.mT @ grad).to(dtype)
+    g = p * (_dots(grad, values) - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return _mixed(g, keys).flatten(1, 2), _mixed(g.mT, q).to(dtype), _mixed(p.mT, grad).to(dtype)
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
     """scale q.k_i in float32 or wider, (N, kv_heads, group, i)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    return _grouped(q, keys.shape[1]).to(wide) @ keys.to(wide).mT * q.shape[-1] ** -0.5
+    return _dots(_grouped(q, keys.shape[1]).to(wide), keys.to(wide)) * q.shape[-1] ** -0.5
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """a.b of each pair, (N, kv_heads, group, i). Compiled, such small products are faster as a part of their pass."""
+    return (a[:, :, :, None] * b[:, :, None]).sum(-1) if torch.compiler.is_compiling() else a @ b.mT
+
+
+def _mixed(weights: Tensor, x: Tensor) -> Tensor:
+    """Weighted sums of x over the weights' last dimension, (N, kv_heads, .., d)."""
+    return (weights[..., None] * x[:, :, None]).sum(-2) if torch.compiler.is_compiling() else weights @ x
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    return x.unflatten(1, (kv_heads, -1))  # (N, kv_heads, group, d)
+    return x.view(x.shape[0], kv_heads, x.shape[1] // kv_heads, x.shape[2])  # (N, kv_heads, group, d)
 
 
 def _of_groups(x: Tensor, q: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from eagle3_lab.draft.body import Body, FittedBody
 from eagle3_lab.draft.embedding import Embedding, TokenEmbedding
 from eagle3_lab.draft.head import HeadStart, check_start, make_head
 from eagle3_lab.draft.vocab import DraftVocab
+from eagle3_lab.fusing import fusible
 from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rotary, Rows
 
 Angles = tuple[Tensor, Tensor]
@@ -57,15 +58,17 @@ class SelfAttention(nn.Module):
         """The attention of layer ``index``."""
         return SelfAttention(index, reads, width, body.heads, body.kv_heads, body.head_dim)
 
-    def forward(
-        self, x: Float[Tensor, "B T reads"], angles: Angles, rows: Rows, context: Context
-    ) -> Float[Tensor, "B T D"]:
+    def read(self, x: Float[Tensor, "B T reads"], angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, heads, T, d), keys and values (B, kv_heads, T, d), the first two turned."""
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        out = context.attend(self.index, rotate(q, *angles), rotate(k, *angles), v, rows)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return rotate(q, *angles), rotate(k, *angles), v
+
+    def write(self, attended: Float[Tensor, "B heads T d"]) -> Float[Tensor, "B T D"]:
+        """What the heads say together."""
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, d)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # (B, heads, T, d)
 
 
 class SwiGLU(nn.Module):
@@ -99,12 +102,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "B T D"], angles: Angles, rows: Rows, context: Context
     ) -> Float[Tensor, "B T D"]:
-        return self.after(hidden, self.self_attn(self.input_layernorm(hidden), angles, rows, context))
-
-    def after(self, residual: Float[Tensor, "B T D"], attended: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """The rest of the layer, once attention has spoken."""
-        hidden = residual + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        q, k, v = _read(self, hidden, angles)
+        return _after(self, hidden, context.attend(self.self_attn.index, q, k, v, rows))
 
 
 class FusingLayer(DecoderLayer):
@@ -125,8 +124,28 @@ class FusingLayer(DecoderLayer):
         rows: Rows,
         context: Context,
     ) -> Float[Tensor, "B T D"]:
-        both = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
-        return self.after(hidden, self.self_attn(both, angles, rows, context))
+        q, k, v = _read_both(self, embedding, hidden, angles)
+        return _after(self, hidden, context.attend(self.self_attn.index, q, k, v, rows))
+
+
+@fusible("few")
+def _read(layer: DecoderLayer, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer up to its attention."""
+    return layer.self_attn.read(layer.input_layernorm(hidden), angles)
+
+
+@fusible("few")
+def _read_both(layer: FusingLayer, embedding: Tensor, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    """A fusing layer up to its attention."""
+    both = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(hidden)), dim=-1)
+    return layer.self_attn.read(both, angles)
+
+
+@fusible("few")
+def _after(layer: DecoderLayer, residual: Tensor, attended: Tensor) -> Tensor:
+    """The rest of a layer, once attention has spoken."""
+    hidden = residual + layer.self_attn.write(attended)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 class Eagle3(DraftModel):

@@ -62,7 +62,6 @@ class UnrolledLoss:
     the memory, in MiB, of head and loss: the gradients of the head and of its inputs, which must live, and laws and
     logits beside them, which get what is left and at least an eighth. It decides how many rows are worked off together
     (:mod:`eagle3_lab.draft.chunked`), never what comes out; None: all of them. On an accelerator more is faster.
-    ``compiled``: torch compiles the comparison of logits and laws, once (:mod:`eagle3_lab.draft.compare`).
 
     Raises:
         ValueError: if no term has a positive weight, ``step_decay`` is outside (0, 1], a name is unknown, ``edge``
@@ -80,7 +79,6 @@ class UnrolledLoss:
         oov: Oov = "drop",
         reduction: Reduction = "supervised",
         budget_mib: int | None = 256,
-        compiled: bool = False,
     ) -> None:
         names = {"mask": (mask, Mask), "edge": (edge, Edge), "oov": (oov, Oov), "reduction": (reduction, Reduction)}
         for key, (value, legal) in names.items():
@@ -103,7 +101,6 @@ class UnrolledLoss:
         self.oov: Oov = oov
         self.reduction: Reduction = reduction
         self.budget_mib = budget_mib
-        self.compiled = compiled
 
     def check(self, source: FeatureSource, draft: DraftModel) -> None:
         """Refuse terms that these built parts cannot serve.
@@ -192,7 +189,7 @@ class UnrolledLoss:
                 learned = None
                 if s < counted:
                     weight = piece.spread(weights[..., s].flatten()[place])
-                    learned = Learned(losses, acceptance[s], weight, share[s] / largest, self.compiled)
+                    learned = Learned(losses, acceptance[s], weight, share[s] / largest)
                 found = compare(logits, partial(_law, teacher, piece), vocab, room.compared, learned)
                 hit[place, s] = piece.pick(found.hit)
                 if learned is None:

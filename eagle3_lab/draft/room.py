@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from eagle3_lab.draft.head_products import HeadProducts
+from eagle3_lab.fusing import is_fusing
 from eagle3_lab.types import DraftModel, DraftOut
 
 MIB = 2**20
 
-COMPARED_SHARE, COMPARED_COPIES = 16, 6
+COMPARED_SHARE, COMPARED_COPIES, FUSED_COPIES = 16, 6, 3
 """What part of the budget the rows take that are compared together, and how many arrays of Vd they have at once: p,
-log q, and what statistics, a term and its gradient pass through."""
+log q, and what statistics, a term and its gradient pass through, which fused is next to nothing."""
 
 GRADIENT_SHARE = 64
 """What part of the budget a slice of the head's gradient takes, until it is added to the rest."""
@@ -57,7 +58,7 @@ class Room:
         if budget_mib is not None and draft.vocab.device.type != "cpu":  # whose cache a few rows stay in
             rows = min(rows, batch * (length + len(steps)))
             spare = budget_mib * MIB - held - rows * _row_bytes(size, law, logits)
-            compared = max(compared, spare // (COMPARED_COPIES * size * law.itemsize))
+            compared = max(compared, spare // _compared_bytes(size, law))
         return Room(rows, compared, size * 2 * logits.itemsize)
 
     def made(self, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -77,7 +78,12 @@ def rows_at_once(
     comparing = budget // COMPARED_SHARE
     left = max(budget - held - comparing - budget // GRADIENT_SHARE, budget // LEAST_SHARE)
     rows = left // _row_bytes(size, law, logits)
-    return max(1, rows), max(1, comparing // (COMPARED_COPIES * size * law.itemsize))
+    return max(1, rows), max(1, comparing // _compared_bytes(size, law))
+
+
+def _compared_bytes(size: int, law: torch.dtype) -> int:
+    """What a row takes while it is compared."""
+    return (FUSED_COPIES if is_fusing() else COMPARED_COPIES) * size * law.itemsize
 
 
 def _row_bytes(size: int, law: torch.dtype, logits: torch.dtype) -> int:

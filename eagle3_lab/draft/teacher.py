@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.draft.vocab import OUTSIDE
+from eagle3_lab.fusing import fusible
 from eagle3_lab.types import FrozenTarget, LogitSummary
 
 Oov = Literal["drop", "renormalise", "mass"]
@@ -73,6 +74,7 @@ def teach(
     chunk = max(1, CHUNK_BYTES // (4 * target.spec.vocab)) if at_once is None else at_once
 
     def known(here: slice, logits: Tensor) -> tuple[Tensor, LogitSummary]:
+        logits = logits.to(_wide(logits))
         if blank is not None:
             logits = logits.masked_fill(blank[here, None], 0.0)
         return logits.index_select(-1, vocab), LogitSummary(logits.argmax(-1), logits.logsumexp(-1))
@@ -94,9 +96,7 @@ def teach_by_summary(
     ``head_over(vocab)``, ``summary`` is of the M rows' logits over all V ids. ``at_once`` None: all rows together."""
 
     def known(here: slice, kept: Tensor) -> tuple[Tensor, LogitSummary]:
-        # a part cannot outweigh the whole; by rounding of what was kept it could
-        whole = torch.maximum(summary.log_sum[here].to(kept.dtype), kept.logsumexp(-1))
-        return kept, LogitSummary(summary.argmax[here], whole)
+        return kept, LogitSummary(summary.argmax[here], summary.log_sum[here])
 
     return _taught(head, top, vocab, oov, known, top.shape[0] if at_once is None else at_once, widened)
 
@@ -110,18 +110,17 @@ def _taught(
     at_once: int,
     widened: int | None,
 ) -> Teacher:
-    """``head``'s logits of ``at_once`` rows at a time, ``widened`` of them in float32; ``known`` says of such rows and
-    logits what those of the draft vocabulary and the summary of all are. All laws are written to one array."""
+    """``head``'s logits of ``at_once`` rows at a time, ``widened`` of which become laws together; ``known`` says of such
+    rows and logits what those of the draft vocabulary and the summary of all are. All laws are written to one array."""
     p, parts = None, []
     for begin in range(0, max(top.shape[0], 1), max(at_once, 1)):
         with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
             logits = head(top[begin : begin + at_once])
-        wide = torch.promote_types(logits.dtype, torch.float32)
         if p is None:
-            p = logits.new_empty((top.shape[0], vocab.shape[0]), dtype=wide)
+            p = logits.new_empty((top.shape[0], vocab.shape[0]), dtype=_wide(logits))
         for some in torch.split(logits, max(1, logits.shape[0]) if widened is None else widened):
             here = slice(begin, begin + some.shape[0])
-            kept, summary = known(here, some.to(wide))
+            kept, summary = known(here, some)
             parts.append(_restrict(kept, summary, vocab, oov, p[here]))
             begin = here.stop
         del logits, some  # or they would live while the next are made
@@ -133,13 +132,13 @@ def _taught(
 def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov, p: Tensor) -> tuple[Tensor, ...]:
     """``kept``: the logits of the draft vocabulary; ``summary``: of all of them. The law is written to ``p``; returned
     are a Teacher's label, taught, argmax, inside."""
-    argmax = summary.argmax
-    log_inside = kept.logsumexp(-1) - summary.log_sum
+    log_kept = _normalise(kept, p)
+    # a part cannot outweigh the whole; by rounding of a kept summary it could
+    inside = (log_kept - torch.maximum(summary.log_sum.to(log_kept.dtype), log_kept)).exp()
 
+    argmax = summary.argmax
     label = draft_ids(argmax, vocab)
     known = label != OUTSIDE
-    torch.softmax(kept, -1, out=p)
-    inside = log_inside.exp()
     taught = torch.ones_like(inside)
     if oov == "drop":
         taught = known.to(inside.dtype)
@@ -149,6 +148,18 @@ def _restrict(kept: Tensor, summary: LogitSummary, vocab: Tensor, oov: Oov, p: T
         p *= inside[:, None]
         inside = torch.ones_like(inside)
     return label, taught, argmax, inside
+
+
+@fusible("any")
+def _normalise(logits: Tensor, law: Tensor) -> Tensor:
+    """Log-sum-exps, in the dtype of ``law``, to which the law is written."""
+    wide = logits.to(law.dtype)
+    torch.softmax(wide, -1, out=law)
+    return wide.logsumexp(-1)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def draft_ids(ids: Int[Tensor, " M"], vocab: Int[Tensor, " Vd"]) -> Int[Tensor, " M"]:

@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3_lab.draft import blocked
 from eagle3_lab.draft.attention import DenseUnrolled
-from eagle3_lab.draft.fused import Documents, Efficient, FlashCPU, FlashPacked, Kernel, Plain, kernel_for
+from eagle3_lab.draft.blocked import Blocked
+from eagle3_lab.draft.fused import Documents, Efficient, FlashCPU, FlashPacked, Kernel, Plain
 from eagle3_lab.draft.joined import JoinedUnrolled
+from eagle3_lab.draft.kernels import kernel_for
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.loss import UnrolledLoss
 from eagle3_lab.draft.terms import SoftCE
 from eagle3_lab.draft.unroll import Unroll
+from eagle3_lab.fusing import fusing
 from eagle3_lab.types import PADDING, Context, Rows
 
 PACKED = torch.tensor([[0, 0, 0, 1, 1, PADDING], [0, 0, 0, 0, 0, 0], [PADDING, 2, 5, 5, PADDING, PADDING]])
@@ -186,9 +190,42 @@ def agrees(kernel: Kernel, dtype: torch.dtype, device: str, tolerance: float) ->
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-@pytest.mark.parametrize("kernel", [FlashCPU(), Plain()])
+@pytest.mark.parametrize("kernel", [FlashCPU(), Blocked(), Plain()])
 def test_the_kernels_of_a_cpu_agree(kernel: Kernel, dtype: torch.dtype, tolerance: float) -> None:
     agrees(kernel, dtype, "cpu", tolerance)
+
+
+@pytest.mark.parametrize("positions", [1, 2, 3, 4, 7])
+def test_a_document_in_blocks_is_the_document(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "POSITIONS", positions)
+    agrees(Blocked(), torch.float64, "cpu", 1e-12)
+
+
+def test_blocks_are_smaller_where_their_scores_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys = torch.zeros(2, 3 * 100, 4), torch.zeros(2, 100, 4)
+    assert [seen.stop for _, seen, _ in blocked._blocks(q, keys)] == [100]
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", 4 * 2 * 3 * 100 * 25)  # the scores of 25 positions
+    found = list(blocked._blocks(q, keys))
+    assert [seen.stop for _, seen, _ in found] == [25, 50, 75, 100]
+    rows, _, last = found[1]
+    assert (rows.start, rows.stop) == (75, 150) and last.tolist() == [x for x in range(25, 50) for _ in range(3)]
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", 1)
+    assert max(last.shape[0] // 3 for _, _, last in blocked._blocks(q, keys)) == 15  # of at most 16, and equal
+
+
+def test_blocks_in_bfloat16_are_at_least_as_near_the_truth_as_the_flash_kernel() -> None:
+    document = torch.cat((torch.zeros(1, 40), torch.ones(1, 190)), dim=1).long()
+    documents = Documents.of(document)
+    q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in steps_of(1, document, width=16, dtype=torch.bfloat16))
+    wide, pull = [x.double() for x in (q, k, v)], torch.randn_like(q)
+    out, lse = Plain().forward(*wide, documents)
+    truth = [out, *Plain().backward(pull.double(), *wide, out, lse, documents)]
+    off = {}
+    for kernel in (FlashCPU(), Blocked()):
+        found, told = kernel.forward(q, k, v, documents)
+        gradients = kernel.backward(pull, q, k, v, found, told, documents)
+        off[type(kernel)] = [(a - b).norm() / b.norm() for a, b in zip((found, *gradients), truth, strict=True)]
+    assert all(ours <= max(1.3 * theirs, 0.003) for ours, theirs in zip(off[Blocked], off[FlashCPU], strict=True)), off
 
 
 @pytest.mark.gpu
@@ -221,3 +258,5 @@ def test_the_calls_to_cuda_kernels_have_the_shapes_their_signatures_ask_for() ->
 def test_the_cpu_never_runs_the_plain_formula() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         assert isinstance(kernel_for(torch.device("cpu"), dtype), FlashCPU)
+        with fusing():
+            assert isinstance(kernel_for(torch.device("cpu"), dtype), Blocked)
