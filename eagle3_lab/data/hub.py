@@ -11,6 +11,7 @@ from typing import Any
 from eagle3_lab.data.fields import Fields
 from eagle3_lab.data.prompts import NOT_STATED, Desk, Prompts, Talk
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.paths import local_path
 
 
 class HubPrompts(Prompts):
@@ -58,7 +59,7 @@ class HubPrompts(Prompts):
 
     def identity(self) -> dict[str, Any]:
         named = {"name": self.name, "config": self.config, "split": self.split, "revision": self.revision}
-        folder = Path(self.name).expanduser()
+        folder = local_path(self.name)
         if folder.is_dir():
             named |= {"name": folder.name, "files": _folder_hash(folder)}
         return named | {"fields": asdict(self.fields), "source": self.source, "limit": self.limit}
@@ -75,7 +76,7 @@ def _rows(name: str, config: str | None, split: str, revision: str | None) -> It
         from datasets.exceptions import DatasetsError
     except ImportError:
         raise UserError(f"{what}: the package datasets is not installed; PromptFiles reads local files") from None
-    folder = Path(name).expanduser()
+    folder = local_path(name)
     datasets.disable_progress_bars()
     try:
         if folder.is_dir() and any((folder / mark).is_file() for mark in ("dataset_dict.json", "state.json")):

@@ -95,6 +95,13 @@ def test_a_fault_is_told_with_file_and_line(tmp_path: Path, line: object, messag
     assert "\n" not in str(told.value)
 
 
+def test_a_path_that_can_be_none_here_is_told_in_one_line() -> None:
+    for source in (PromptFiles("~nobody-of-this-name/p.jsonl"), HubPrompts("~nobody-of-this-name/set", Fields())):
+        for ask in (source.identity, lambda source=source: read(source)):
+            with pytest.raises(UserError, match=r"^~nobody-of-this-name/\S+: is no path here"):
+                ask()
+
+
 def test_a_fault_in_a_folder_is_told_with_the_path_below_it(tmp_path: Path) -> None:
     (tmp_path / "all" / "b").mkdir(parents=True)
     write(tmp_path / "all" / "a.jsonl", USER)

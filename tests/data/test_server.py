@@ -86,8 +86,9 @@ def test_a_key_is_sent_where_a_file_names_it(fake: Fake, chatml: PreTrainedToken
     (tmp_path / "key").write_text("abc\n")
     ask(fake, chatml, key_file=tmp_path / "key")
     assert {headers["Authorization"] for _, headers, _ in fake.seen} == {"Bearer abc"}
-    with pytest.raises(UserError, match=r"server\.key_file: .*none cannot be read"):
-        ask(fake, chatml, key_file=tmp_path / "none")
+    for missing in (tmp_path / "none", Path("~nobody-of-this-name/key")):
+        with pytest.raises(UserError, match=rf"server\.key_file: {missing} cannot be read"):
+            ask(fake, chatml, key_file=missing)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
