@@ -200,8 +200,6 @@ class Preparation:
         with stage("prompts", "conversations") as s:
             for talk in self.prompts.talks(desk):
                 s.advance()
-                if len(found) == self.limit:
-                    break
                 messages, reason = (questions if self.regenerate else usable_beginning)(talk.messages)
                 dropped = reason if not messages else _repeated(messages, seen, overlap)
                 if dropped:
@@ -213,6 +211,8 @@ class Preparation:
                 names[talk.id] += 1
                 name = talk.id if names[talk.id] == 1 else f"{talk.id}~{names[talk.id]}"
                 found.append(Talk(name, messages, talk.source))
+                if len(found) == self.limit:  # before another is asked for: a target may have to write it first
+                    break
         if not found:
             raise UserError(f"prepare.prompts: nothing usable ({report}); other prompts are needed")
         return found

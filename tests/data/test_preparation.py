@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data import preparation
 from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.dialogue import WAVES, ByTarget, Dialogue, Room, Said, _batches
 from eagle3_lab.data.journal import journal
 from eagle3_lab.data.preparation import Preparation, Sampling
 from eagle3_lab.data.prepared import manifest_of
 from eagle3_lab.data.prompt_files import PromptFiles
-from eagle3_lab.data.prompts import Desk
+from eagle3_lab.data.prompts import Desk, Talk
 from eagle3_lab.data.self_written import SelfWritten, user_opening
 from eagle3_lab.data.server import Server
 from eagle3_lab.data.tasks import Task
@@ -258,6 +259,20 @@ def test_the_key_tells_whatever_decides_the_file(target: HFTarget, chat: Chat, a
 def test_wrong_options_are_named(wrong: Callable[[PromptFiles], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong(PromptFiles("x"))
+
+
+def test_no_more_conversations_are_asked_for_than_the_limit_wants(
+    target: HFTarget, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talks(*_: object) -> Iterator[Talk]:
+        for i, text in enumerate(["", "one", "two"]):  # the first cannot be used
+            yield Talk(f"q{i}", ({"role": "user", "content": text},), "asked")
+        pytest.fail("a target would have been made to write another batch")
+
+    monkeypatch.setattr(PromptFiles, "talks", talks)
+    with journal(tmp_path / "j") as kept:
+        found = choice(asked, limit=2)._talks(Desk(target, kept), Report("prompts"))
+    assert [one.id for one in found] == ["q1", "q2"]
 
 
 def test_nothing_usable_and_nothing_to_train_on_are_one_line(
