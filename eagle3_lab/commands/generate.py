@@ -53,6 +53,10 @@ def generate(
         temperature: 0 is greedy; by default the first law of the experiment's ``evaluate``.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
             the experiment's public head as it is.
+
+    Raises:
+        UserError: nothing asked, a value out of range, no such method, or a head that is missing, of another target or
+            not of the method's.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("generate: the prompt is empty; write what is to be answered, or nothing at all for a chat")
@@ -60,6 +64,11 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
+    if checkpoint_path is not None and not chosen.needs_own_head:
+        raise UserError(
+            f"--checkpoint-path: {checkpoint_path} holds a head, and {name} proposes with none of this experiment's; "
+            "choose another --method"
+        )
     if chosen.needs_own_head:
         model = _require_sections(experiment, name)
         if checkpoint_path is None and model.public is None:
