@@ -17,7 +17,7 @@ from eagle3_lab.captured import settled
 from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_answer
 from eagle3_lab.commands.files import require_place, write_text
-from eagle3_lab.commands.heads import Heads, gather
+from eagle3_lab.commands.heads import Heads, gather, require_model
 from eagle3_lab.commands.work import Work
 from eagle3_lab.costs import Curves, Cycle, Laps, Meter, Sized, answer, answer_seconds, between, timed
 from eagle3_lab.data.chat import Chat
@@ -63,16 +63,17 @@ def bench_decode(
 
     Args:
         experiment: its ``evaluate`` section names methods, prompts, law and length; first turns are asked.
-        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and without one
-            a head as it is before training: its costs are true, its tau is not.
+        checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, before that the
+            experiment's public head as it is, and without one a head as it is before training: its costs are true, its
+            tau is not.
         json: also write everything there, for machines.
         prompts: how many are measured; half as many more, one at least, calibrate the cost of drafting.
         rounds: of every size, at each repeat of a curve.
         repeats: of every curve at least, spread evenly between the prompts; one more warms up.
 
     Raises:
-        UserError: no ``evaluate`` section, too few prompts, a head of another target, or a method that does not fit
-            or never drafts.
+        UserError: no ``evaluate`` section, too few prompts, a head of another target or for no model, or a method that
+            does not fit or never drafts.
     """
     evaluation = experiment.evaluate
     if evaluation is None:
@@ -80,6 +81,7 @@ def bench_decode(
     for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
+    require_model(experiment, checkpoint_path)
     require_place(json, "--json")
     target = inputs.load_target(experiment)
     data = None if experiment.data is None else inputs.build_data(experiment, target, answer=False)
@@ -114,15 +116,16 @@ def bench_decode(
 
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[Head, str]:
     """The experiment's own head and what to say of it."""
-    data, *_ = experiment.require_training("bench decode")
-    own = Work.of(experiment, target, data).draft
+    data, model, *_ = experiment.require_training("bench decode")
+    found = Work.of(experiment, target, data).draft if path is None else path
     module = stages.build_module(experiment, target, data)
-    found = own if path is None else path
-    if path is None and not own.is_file():
-        said = "untrained (no checkpoint): costs are true, tau is not"
-    else:
+    if path is not None or found.is_file():
         checkpoint.restore(found, target, module.source, module.draft)
         said = str(found)
+    elif model.public is not None:
+        said = model.public  # `build_module` has read it
+    else:
+        said = "untrained (no checkpoint): costs are true, tau is not"
     module = module.to(target.device).eval()
     return Head(module.source, module.draft, target.record), said
 
@@ -132,7 +135,7 @@ def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | No
     chat, held_out = Chat(target.tokenizer), None if data is None else data.prompts()
     ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(held_out)]
     if len(ids) < count:
-        raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or --prompts 1")
+        raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or lower --prompts")
     return ids[:count]
 
 

@@ -8,7 +8,7 @@ from eagle3_lab import checkpoint
 from eagle3_lab.commands import inputs, measuring, stages
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
-from eagle3_lab.commands.heads import gather
+from eagle3_lab.commands.heads import gather, require_model
 from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.tasks import HELD_OUT
@@ -81,10 +81,7 @@ def _require_sections(experiment: Experiment, checkpoint_path: Path | None) -> N
                     f"evaluate.methods.{name}: needs a trained head, and the experiment has no model; name in its "
                     "`head` who trained one, add the sections it was trained with, or leave the method out"
                 )
-        if checkpoint_path is not None:
-            raise UserError(
-                f"--checkpoint-path: {checkpoint_path} holds a head, and the experiment has no model to load it into"
-            )
+        require_model(experiment, checkpoint_path)
     elif lacks := experiment.lacks():
         raise UserError(
             f"evaluate: the experiment has a model, but no {', no '.join(lacks)}; add what it was trained with, or "

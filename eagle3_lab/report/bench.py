@@ -85,7 +85,7 @@ def as_json(table: BenchTable) -> str:
 
 
 def as_text(table: BenchTable) -> str:
-    """Three small tables; milliseconds."""
+    """Small tables, a line each; milliseconds."""
     lines = [table.setting, f"head: {table.head}", "", f"cost of n nodes behind {table.context} tokens, ms (medians)"]
     lines += _rows(
         ["n", "forward", "verify", "host"],

@@ -71,10 +71,13 @@ def test_what_cannot_be_measured_is_told_in_one_line(bench: Bench) -> None:
     ran = bench.run("bench decode", "--prompts", "9")
     assert (ran.code, ran.complaints) == (
         2,
-        ["evaluate.tasks: 2 prompts, 13 are needed; raise the limit, or --prompts 1"],
+        ["evaluate.tasks: 2 prompts, 13 are needed; raise the limit, or lower --prompts"],
     )
     ran = bench.run("bench decode", "--rounds", "0")
     assert (ran.code, ran.complaints) == (2, ["--rounds: must be >= 1, got 0"])
+    ran = bench.run("bench decode", "--model", "null", "--checkpoint-path", "x.ckpt")
+    fault = "--checkpoint-path: x.ckpt holds a head, and the experiment has no model to load it into"
+    assert (ran.code, ran.complaints) == (2, [fault])
 
 
 def test_the_levels_timed_are_those_of_the_experiments_own_head() -> None:
