@@ -77,7 +77,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         text = closed(experiment, target, data, module, run, work)
     print(text, end="")
     if json is not None:
-        write_text(json, (work.folder / CLOSING_JSON).read_text())
+        write_text(json, (work.folder / CLOSING_JSON).read_text("utf-8"))
 
 
 def continued(experiment: Experiment, data: ConversationData, work: Work) -> Run:
@@ -126,7 +126,7 @@ def closed(
     if (before.get("key"), before.get("run_id")) == (work.key, run.id) and text.is_file():
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
-        return text.read_text()
+        return text.read_text("utf-8")
     hits = stages.read_held_out(module, data)
     measured, journal, heads = measuring.Measured(), None, Heads()
     if experiment.evaluate is not None:

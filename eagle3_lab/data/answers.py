@@ -1,7 +1,7 @@
 """Fresh answers of the target, made once and kept: part of an experiment's training text.
 
-The file is keyed by everything that decides its content (target, template, prompts, sampling), written turn by turn,
-and goes on where a killed run left it: what was answered is kept, the rest comes out as it would have.
+The file is keyed by everything that decides its content (target, template, prompts, sampling), written answer by
+answer, and goes on where a killed run left it: what was answered is kept, the rest comes out as it would have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import COLDEST
+from eagle3_lab.whole import write_whole
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,7 @@ class Answers:
             for record in ordered:
                 del record["tokens"]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
-            temporary = place.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, place)
+            write_whole(place, text.encode())
             unfinished.unlink()
         except OSError as error:
             raise UserError(
