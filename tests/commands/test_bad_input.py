@@ -118,7 +118,16 @@ def test_answers_too_short_to_draft_from_are_refused(bench: Bench, tmp_path: Pat
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     whole.write_text(json.dumps(record | {"cut": False}))
     cut.write_text(json.dumps(record | {"cut": True}))
-    words = ("--data.held_out", "0", "--evaluate", "null", "--dry-run", "--data.path")
+    words = (
+        "--data.held_out",
+        "0",
+        "--evaluate",
+        "null",
+        "--dry-run",
+        "--trainer.val_check_interval",
+        "1",
+        "--data.path",
+    )
     assert "no row can be trained on with mask 'drafted'" in refused(bench, *words, str(cut))
     assert bench.run("fit", *words, str(whole)).code == 0
 
