@@ -19,7 +19,7 @@ from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_an
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.heads import Heads, gather, require_model
 from eagle3_lab.commands.work import Work
-from eagle3_lab.costs import Curves, Cycle, Laps, Meter, Sized, answer, answer_seconds, between, timed
+from eagle3_lab.costs import LOSSLESS, Curves, Cycle, Laps, Meter, Sized, answer, answer_seconds, between, timed
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.auto import Choice, Watching, choose_tree
@@ -35,7 +35,7 @@ from eagle3_lab.report.bench import BenchTable, MethodSpeed, RivalSpeed, as_json
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.target.rivals import Rival
-from eagle3_lab.types import Decoded, Law, Proposer
+from eagle3_lab.types import Decoded, Law, Proposer, Verifier
 
 NODES = (1, 2, 4, 8, 16, 32, 60)
 WIDE = DynamicTree(levels=7, width=6, budget=48)  # the tree whose rounds tell what narrower ones would accept
@@ -48,6 +48,7 @@ _Step = Callable[[], None]
 class _Contestant:
     name: str
     proposer: Proposer
+    verifier: Verifier = LOSSLESS
 
 
 def bench_decode(
@@ -62,7 +63,8 @@ def bench_decode(
     """Measure cost curves and speeds of the experiment's methods, vanilla and transformers' own generation beside them.
 
     Args:
-        experiment: its ``evaluate`` section names methods, prompts, law and length; first turns are asked.
+        experiment: its ``evaluate`` section names methods, prompts, length and law (the first of several); first
+            turns are asked.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, before that the
             experiment's public head as it is, and without one a head as it is before training: its costs are true, its
             tau is not.
@@ -131,11 +133,17 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[
 
 
 def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | None, count: int) -> list[list[int]]:
-    """First turns, task by task. Raises UserError where there are too few."""
+    """First turns, task by task. Raises UserError where there are too few, or one that fills the context."""
     chat, held_out = Chat(target.tokenizer), None if data is None else data.prompts()
     ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(held_out)]
     if len(ids) < count:
         raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or lower --prompts")
+    context = target.spec.max_positions
+    if (longest := max(map(len, ids[:count]))) >= context:
+        raise UserError(
+            f"evaluate.tasks: a prompt of {longest} tokens leaves no room for an answer in {target.spec.name}'s "
+            f"context of {context}; leave it out"
+        )
     return ids[:count]
 
 
@@ -144,7 +152,7 @@ def _contestants(evaluation: Evaluation, target: HFTarget, heads: Heads) -> list
     methods: dict[str, Method] = {VANILLA: Vanilla(), **evaluation.methods}
     for name, method in methods.items():
         try:
-            made.append(_Contestant(name, method.proposer(target.spec, heads.of(method))))
+            made.append(_Contestant(name, method.proposer(target.spec, heads.of(method)), method.verifier))
         except ValueError as error:
             raise UserError(f"evaluate.methods.{name}: {error}") from None
     return made
@@ -193,7 +201,7 @@ def _speeds(
     with stage("warm-up", "answers", len(contestants) + len(entered) * len(calibration)) as s:
         meter.repeat()
         for c in contestants:
-            answer(target, c.proposer, law, calibration[0], WARM_UP, Laps(target.device))
+            answer(target, c.proposer, law, calibration[0], WARM_UP, Laps(target.device), verifier=c.verifier)
             s.advance()
         rivals = fastest(target, entered, calibration, limit, s.advance)
     drafting: dict[str, list[tuple[int, float]]] = {c.name: [] for c in contestants}
@@ -234,7 +242,7 @@ def _rounds(target: HFTarget, one: _Contestant, law: Law, ids: Sequence[int], li
     """A method's own rounds on a calibration prompt: places scored, and seconds of drafting, which alone go into a
     prediction."""
     clock, sized = Laps(target.device), Sized(one.proposer)
-    answer(target, sized, law, ids, limit, clock, end_tokens=target.spec.end_tokens)
+    answer(target, sized, law, ids, limit, clock, end_tokens=target.spec.end_tokens, verifier=one.verifier)
     drafted = [round.get("draft", 0.0) for round in clock.rounds]
     return list(zip(sized.extents, drafted, strict=False))[1:]  # plain rounds, if any, come last
 
@@ -250,7 +258,8 @@ def _answer(
 ) -> tuple[tuple[Decoded, float], list[int]]:
     """An answer with its seconds, and how many places its rounds scored."""
     clock, sized, ends = Laps(target.device), Sized(one.proposer), target.spec.end_tokens
-    return timed(lambda: answer(target, sized, law, ids, limit, clock, seed, ends), target.device), sized.extents
+    work = partial(answer, target, sized, law, ids, limit, clock, seed, ends, one.verifier)
+    return timed(work, target.device), sized.extents
 
 
 def _trees(
@@ -309,6 +318,7 @@ def _speed(
     rate = sum(tokens) / sum(s for _, s in answers)
     return MethodSpeed(
         name=contestant.name,
+        lossless=contestant.verifier.lossless,
         nodes=nodes,
         tau=tau,
         cycle=cycle,

@@ -25,6 +25,7 @@ class MethodSpeed:
     ``seconds`` a median answer took."""
 
     name: str
+    lossless: bool
     nodes: int
     tau: float
     cycle: Cycle
@@ -100,7 +101,7 @@ def as_text(table: BenchTable) -> str:
         ["method", "nodes", "tau", "draft", "verify", "host", "over %", "predicted", "measured", "off %", "x vanilla"],
         [
             [
-                m.name,
+                m.name if m.lossless else f"{m.name} (lossy)",
                 str(m.nodes),
                 f"{m.tau:.2f}",
                 *(_ms(s) for s in (m.cycle.draft, m.cycle.verify, m.cycle.host)),
