@@ -39,6 +39,8 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
     if experiment.data is None or experiment.model is None:
         missing = "data" if experiment.data is None else "model"
         raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
+    if output is not None and experiment.prepare is None:
+        raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
     try:
@@ -47,11 +49,11 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         raise UserError(f"model: {error}") from None
     card = data_card(data, vocabulary, target.spec.vocab)
     print(card_text(card), end="")
-    file = None if experiment.prepare is None else data.file
-    if file is not None:
+    if experiment.prepare is not None:
+        file = data.file
         print(f"conversations: {file}\nmanifest: {manifest_of(file)}")
-    if output is not None:
-        _write(output, file, card)
+        if output is not None:
+            _write(output, file, card)
     for number, document in enumerate(data.train[:show], 1):
         print(f"\n--- {number}: {document.conversation.id}")
         show_document(document, target.tokenizer, Ink(sys.stdout))
@@ -80,9 +82,7 @@ def _require_ours(output: Path | None) -> None:
         raise UserError(f"--output: {output} is there and has no {manifest_of(output).name} beside it; name a new file")
 
 
-def _write(output: Path, file: Path | None, card: dict) -> None:
-    if file is None:
-        raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
+def _write(output: Path, file: Path, card: dict) -> None:
     write_text(output, file.read_text("utf-8"))
     write_text(manifest_of(output), json.dumps(read_manifest(file), indent=2) + "\n")
     write_text(output.with_name(f"{output.name.partition('.jsonl')[0]}.card.json"), json.dumps(card, indent=2) + "\n")

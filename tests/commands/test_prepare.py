@@ -224,6 +224,13 @@ def test_what_no_prepare_wrote_is_never_overwritten(tiny: TinyLab, tmp_path: Pat
         assert run("prepare", str(file), "--output", str(output)).code == 0
 
 
+def test_an_output_of_nothing_is_refused_before_the_target_is_loaded(tiny: TinyLab, tmp_path: Path) -> None:
+    file = experiment(tiny, tmp_path, messages_jsonl(tmp_path))
+    ran = run("prepare", str(file), "--prepare", "null", "--data.path", str(tiny.data), "--output", "o.jsonl")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "--output: o.jsonl: nothing is prepared here; a prepare section is needed\n"
+
+
 def test_a_finished_file_that_lost_lines_is_not_taken_for_whole(tiny: TinyLab, tmp_path: Path) -> None:
     file = experiment(tiny, tmp_path, files(write(tmp_path / "m.jsonl", [asked(q) for q in QUESTIONS])))
     said = run("prepare", str(file)).out
