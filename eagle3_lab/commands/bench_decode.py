@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eagle3_lab import checkpoint
 from eagle3_lab.captured import settled
-from eagle3_lab.commands import inputs, stages
+from eagle3_lab.commands import closing, inputs, stages
 from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_answer
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.heads import Heads, gather, require_model
@@ -103,7 +103,7 @@ def bench_decode(
     if own is not None and _own(contestants, evaluation) is not None:
         trees = _trees(target, own, law, calibration, evaluation, made)
     table = BenchTable(
-        setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {stages.machine(target)}",
+        setting=f"{experiment.name}: target {target.spec.name} in {target.dtype}, {closing.machine(target)}",
         head="; ".join([trained, *(f"{name}: {one.path}" for name, one in heads.others.items())]),
         context=made.context,
         curves=made,
