@@ -11,7 +11,8 @@ from bench import Bench, make_bench
 from random_targets import random_target
 from tiny import TinyLab
 
-from eagle3_lab.commands.bench_decode import _asked, _Contestant, _contestants, _own, _speed
+from eagle3_lab.commands.bench_decode import _asked, _contestants, _own
+from eagle3_lab.commands.bench_speeds import Contestant, _speed
 from eagle3_lab.commands.heads import Heads
 from eagle3_lab.costs import Curves, Cycle
 from eagle3_lab.data.tasks import Task
@@ -120,13 +121,6 @@ def test_every_method_is_judged_as_it_asks_to_be_and_a_lossy_one_is_shown_as_suc
     assert speeds[0].predicted == pytest.approx(3 / (4.0 + 2 / 2 * (1.0 + 3.0 + 0.5)))
 
 
-def test_answers_of_one_token_are_predicted_by_their_prefill() -> None:
-    curves = Curves(5, {1: Cycle(0.0, 2.0, 0.5)}, {1: 1.5})
-    one = Decoded((7,), (), "end", {"prefill": 4.0})
-    speed = _speed(_Contestant("vanilla", Vanilla()), [(one, 5.0)], [], {1: 0.0}, curves, 0.2)
-    assert (speed.tau, speed.predicted, speed.tokens_per_s) == (0.0, 0.25, 0.2)
-
-
 def test_the_levels_timed_are_those_of_the_experiments_own_head() -> None:
     methods = {
         "lookup": PromptLookup(),
@@ -135,6 +129,6 @@ def test_the_levels_timed_are_those_of_the_experiments_own_head() -> None:
     }
     evaluation = Evaluation([Task("held_out")], methods)
     other, own = (Eagle.__new__(Eagle) for _ in range(2))
-    contestants = [_Contestant("vanilla", Vanilla()), _Contestant("theirs", other), _Contestant("ours", own)]
+    contestants = [Contestant("vanilla", Vanilla()), Contestant("theirs", other), Contestant("ours", own)]
     assert _own(contestants, evaluation) is own
     assert _own(contestants[:2], evaluation) is None
