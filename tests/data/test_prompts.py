@@ -203,6 +203,19 @@ def test_a_folder_of_data_files_is_a_set(tmp_path: Path) -> None:
     assert len(read(HubPrompts(str(tmp_path / "set"), Fields(messages="talk")))) == 3
 
 
+def test_a_local_set_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
+    places = [tmp_path / "here", tmp_path / "there" / "deeper"]
+    for place in places:
+        (place / "set").mkdir(parents=True)
+        rows().to_parquet(str(place / "set" / "train-0.parquet"))
+    first, second = (HubPrompts(str(place / "set"), Fields(messages="talk")) for place in places)
+    assert read(first) == read(second)
+    assert [talk.id for talk in read(first)] == ["set[0]", "set[1]", "set[2]"], "which decide what is held out"
+    assert first.identity() == second.identity()
+    assert first.licences() == {"set": "not stated"}
+    assert HubPrompts(str(tmp_path / "none"), Fields()).source == str(tmp_path / "none"), "a hub's name has a slash too"
+
+
 def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
