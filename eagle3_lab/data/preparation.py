@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,7 @@ class Preparation:
                 s.advance(1, tokens=tokens)
 
             converse(held, chat, ByTarget(target, chat.end_of_turn, 0.0), room, kept, "answers held out", on_answer)
+            load = cache(load)  # once for both parts
             for name, some, temperature in (("greedy", greedy, 0.0), ("drawn", drawn, sampling.temperature)):
                 if some and self.regenerate:
                     answerer = self._answerer(target, chat, load, temperature)
