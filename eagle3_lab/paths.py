@@ -16,3 +16,19 @@ def local_path(text: str) -> Path:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{text[:80]}: is no path here ({said}); write one that can be opened") from None
     return path
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there: none is under a name that no file system takes."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, as :func:`is_file`."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

@@ -707,6 +707,16 @@ def test_an_empty_file_is_refused_as_such(lab: Path) -> None:
         compose("experiments/case.yaml")
 
 
+def test_a_name_that_no_file_system_takes_is_no_file(lab: Path) -> None:
+    long = "x" * 300
+    for path in (f"{long}/case.yaml", "a/" * 3000 + "case.yaml", f"{long}.yaml"):
+        with pytest.raises(ConfigError, match=r"^no file |: no file has a name of 305 bytes$"):
+            compose(path)
+    for name in (f"{long}.yaml", f"{long}/features.yaml"):
+        with pytest.raises(ConfigError, match=r"^--model\.features: no file .*\.yaml"):
+            compose("experiments/case.yaml", [("model.features", name)])
+
+
 def test_aliases_that_multiply_are_refused_at_once(lab: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]

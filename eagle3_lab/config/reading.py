@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_lab.errors import ConfigError, near
+from eagle3_lab.paths import is_file, is_folder
 
 Node: TypeAlias = Any
 """A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""
@@ -106,19 +107,19 @@ def find_experiment(path: Path) -> Path:
     """
     if len(path.name.encode()) > LONGEST:
         raise ConfigError(f"{path.name[:40]}...: no file has a name of {len(path.name.encode())} bytes")
-    if path.is_file():
+    if is_file(path):
         return path
     tail = path.relative_to("experiments") if path.parts[:1] == ("experiments",) else path
     for folder in _shipped():
-        if (folder / tail).is_file():
+        if is_file(folder / tail):
             return folder / tail
     names: dict[str, str] = {}
     for folder in _shipped():
         names |= {file.stem: str(Path("experiments") / file.relative_to(folder)) for file in _experiments(folder)}
-    for folder in (path if path.is_dir() else path.parent, Path("experiments")):
+    for folder in (path if is_folder(path) else path.parent, Path("experiments")):
         names |= {file.stem: label(file) for file in _experiments(folder)}
     there = f"; there are: {', '.join(sorted(set(names.values())))}" if names else ""
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"{path}: is a folder, name a file{there}")
     # stems are compared, so that `fit eagle3` is understood; the answer is a path that can be pasted
     close = difflib.get_close_matches(path.stem, names, n=1)
@@ -177,7 +178,7 @@ def _shipped() -> Iterator[Path]:
 
 def _experiments(folder: Path) -> list[Path]:
     """The YAML files of a folder that can be run: those in folders called `common` and `data` are parts of them."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return []
     deep = folder.rglob("*.yaml") if folder.name == "experiments" else folder.glob("*.yaml")
     return sorted(file for file in deep if file.parent.name not in ("common", "data"))
@@ -224,10 +225,11 @@ class _Reader:
         stop = next((i for i, folder in enumerate(parents) if folder.resolve().name == "experiments"), 0)
         folders = [Path() if file is None else file.parent, *parents[: stop + 1]]
         for folder in folders:
-            if (folder / name).is_file():
+            if is_file(folder / name):
                 return folder / name
-        missing = next((f / name for f in folders if (f / name).parent.is_dir()), self.root / name)
-        there = [file.name for file in missing.parent.glob("*.yaml") if file.is_file()]  # none without a folder
+        missing = next((f / name for f in folders if is_folder((f / name).parent)), self.root / name)
+        beside = missing.parent.glob("*.yaml") if is_folder(missing.parent) else ()
+        there = [file.name for file in beside if file.is_file()]
         raise ConfigError(f"{place}no file {label(missing)}{near(missing.name, there, otherwise='there are')}")
 
     def _parse(self, path: Path, key: str) -> Node:
