@@ -24,6 +24,7 @@ from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
+from eagle3_lab.paths import is_file
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.train import Model
@@ -232,7 +233,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
         path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
         if not path.is_file() and public is None:
             raise _no_head(path)
-    if path.is_file() or public is None:
+    if is_file(path) or public is None:
         checkpoint.restore(path, target, source, draft)
     else:
         official.load(official.read(public), target, source, draft)

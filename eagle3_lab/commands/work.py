@@ -23,6 +23,7 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
+from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 
 CHECKPOINT = ".ckpt"
@@ -127,10 +128,12 @@ def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = 
     trained. ``chain``: files that led here. Raises UserError where there is none."""
     assert experiment.model is not None
     start = experiment.model.start
-    if start is None or start.suffix == CHECKPOINT:
-        return start
+    if start is None:
+        return None
     own = file_of(experiment)
     try:
+        if start.suffix == CHECKPOINT:
+            return local_path(str(start))
         return trained_by(str(start), experiment, target, (*chain, *([] if own is None else [own])))[0]
     except UserError as error:
         raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
