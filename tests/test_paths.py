@@ -12,6 +12,7 @@ from eagle3_lab.commands.work import beginning
 from eagle3_lab.errors import UserError
 from eagle3_lab.paths import is_file, is_folder, local_path
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.embedded import embedded_target
 from eagle3_lab.tracking import Tracking
 
 LONG = "x" * 300
@@ -52,3 +53,11 @@ def test_a_beginning_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path
         UserError, match=r"^command line: model\.start: ~nobody-of-this-name/draft\.ckpt: is no path here"
     ):
         beginning(experiment, target)
+
+
+def test_a_wheel_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EAGLE3_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "wrong.whl").write_bytes(b"not a wheel")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/wrong\.whl: sha256 is "):
+        embedded_target(Path("~/wrong.whl"))
