@@ -163,8 +163,13 @@ def show(value: object) -> str:
         case bool():
             return str(value).lower()
         case _:
-            text = " ".join(repr(value).split())
-            return text if len(text) <= 60 else f"{text[:57]}..."
+            return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """Return a text on one line, cut if long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def shipped_experiments() -> list[str]:
