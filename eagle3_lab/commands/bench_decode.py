@@ -33,6 +33,7 @@ from eagle3_lab.types import Law
 NODES = (1, 2, 4, 8, 16, 32, 60)
 WIDE = DynamicTree(levels=7, width=6, budget=48)  # the tree whose rounds tell what narrower ones would accept
 KEPT = 20  # of the most promising trees
+MOST_TIMES = 1000  # of rounds and of repeats: a median needs a handful, and more only cost hours
 
 _Step = Callable[[], None]
 
@@ -60,8 +61,8 @@ def bench_decode(
         repeats: of every curve at least, spread evenly between the prompts; one more warms up.
 
     Raises:
-        UserError: no ``evaluate`` section, too few prompts, a head of another target or for no model, or a method that
-            does not fit or never drafts.
+        UserError: no ``evaluate`` section, a number out of range, too few prompts, a head of another target or for no
+            model, or a method that does not fit or never drafts.
     """
     evaluation = experiment.evaluate
     if evaluation is None:
@@ -69,6 +70,8 @@ def bench_decode(
     for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
+        if name != "prompts" and value > MOST_TIMES:
+            raise UserError(f"--{name}: must be at most {MOST_TIMES}, got {value}")
     require_model(experiment, checkpoint_path)
     require_place(json, "--json")
     target = inputs.load_target(experiment)

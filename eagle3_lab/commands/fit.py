@@ -50,6 +50,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     require_place(json, "--json")
     if not dry_run:
         require_writable(experiment.tracking.folder)
+        stages.check_compiler(experiment)
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from eagle3_lab.data.documents import Document
 from eagle3_lab.data.prepared import manifest_of, read_manifest
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.held import hold
 
 
 def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None) -> None:
@@ -31,7 +33,8 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         output: also write the file there, with its manifest and card beside it.
 
     Raises:
-        UserError: a mistake in the experiment, its prompts, its server or its target, or a disk that is full.
+        UserError: a mistake in the experiment, its prompts, its server or its target, a disk that is full, or another
+            process at the same output.
     """
     if show < 0:
         raise UserError(f"--show: must be >= 0, got {show}")
@@ -41,6 +44,11 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
     if output is not None and experiment.prepare is None:
         raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
+    with _held(output):
+        _prepare(experiment, show, output)
+
+
+def _prepare(experiment: Experiment, show: int, output: Path | None) -> None:
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
     try:
@@ -80,6 +88,18 @@ def _require_ours(output: Path | None) -> None:
         raise UserError(f"--output: {output}: plain text is written; name a file without .gz")
     if output is not None and output.exists() and not manifest_of(output).is_file():
         raise UserError(f"--output: {output} is there and has no {manifest_of(output).name} beside it; name a new file")
+
+
+def _held(output: Path | None) -> AbstractContextManager[object]:
+    """Within, no other process prepares into ``output``: its three files belong together. Raises UserError."""
+    if output is None:
+        return nullcontext()
+    place = output.resolve()
+    busy = f"--output: {output} is being written by another process; wait for its end, or name another file"
+    try:
+        return hold(place.with_name(f".{place.name}.lock"), busy)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name a file that can") from None
 
 
 def _write(output: Path, file: Path, card: dict) -> None:

@@ -22,6 +22,7 @@ from eagle3_lab.data.features import Making
 from eagle3_lab.data.kept import FromStore, Reading
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.store import Store
+from eagle3_lab.draft.compare import require_compiler
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
@@ -78,6 +79,14 @@ def check_features(
 
 
 # ------------------------------------------------------------------------------------------------------- training
+
+
+def check_compiler(experiment: Experiment) -> None:
+    """Refuse a loss that is to be compiled where nothing compiles, before target and data are there. Raises UserError
+    as `require_compiler`."""
+    if experiment.model is not None and experiment.model.compile_loss:
+        device = experiment.target.device
+        require_compiler(torch.cuda.is_available() if device == "auto" else device.startswith("cuda"))
 
 
 def build_module(experiment: Experiment, target: HFTarget, data: ConversationData) -> DraftModule:

@@ -38,6 +38,9 @@ LONGEST = 255
 MOST_NODES = 100_000
 """No experiment is as large; a few lines of aliases are."""
 
+MOST_ITEMS = 4096
+"""Values of one list: no part takes more, and jsonargparse's time for a list may grow with the square of its length."""
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -161,8 +164,13 @@ def show(value: object) -> str:
         case bool():
             return str(value).lower()
         case _:
-            text = " ".join(repr(value).split())
-            return text if len(text) <= 60 else f"{text[:57]}..."
+            return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """Return a text on one line, cut if long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def shipped_experiments() -> list[str]:
@@ -212,6 +220,9 @@ class _Reader:
                 for k, v in node.items()
             }
         if isinstance(node, list):
+            if key and len(node) > MOST_ITEMS:
+                place = f"--{key}: " if file is None else f"{locate(self.where, key)}{plain_key(key)}: "
+                raise ConfigError(f"{place}a list of {len(node)} values; at most {MOST_ITEMS} are taken")
             return [self.expand(v, key=join(key, i), file=file, chain=chain) for i, v in enumerate(node)]
         if isinstance(node, str) and node.endswith(".yaml"):
             return self.file(self._find(node, key, file), key=key, chain=chain)

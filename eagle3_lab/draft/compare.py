@@ -6,6 +6,7 @@ they live for a few rows at once, near the processor, and what stays of a piece 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -139,11 +140,29 @@ def _fused(*run: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - those 
     try:
         return learn(*run)
     except BackendCompilerFailed as error:
-        why = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.compile_loss: true, but torch could not compile on this machine ({why}); a compiler for C++ is "
-            "needed on a CPU, triton on a GPU; or leave it out"
-        ) from None
+        raise _uncompiled(error) from None
+
+
+def require_compiler(on_gpu: bool) -> None:
+    """Tell before hours of work, not at the first step behind them, that losses cannot be compiled here for want of a
+    compiler. Raises UserError."""
+    try:
+        if on_gpu:
+            importlib.import_module("triton")
+        else:
+            from torch._inductor.cpp_builder import get_cpp_compiler  # a second of imports, for those who compile
+
+            get_cpp_compiler()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise _uncompiled(error) from None
+
+
+def _uncompiled(error: Exception) -> UserError:
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UserError(
+        f"model.compile_loss: true, but torch could not compile on this machine ({why}); a compiler for C++ is "
+        "needed on a CPU, triton on a GPU; or leave it out"
+    )
 
 
 def runs(rows: int, at_once: int) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
+from torch._inductor import config as inductor
 
 from eagle3_lab.commands.files import require_place
 from eagle3_lab.draft.loss import UnrolledLoss
@@ -206,6 +207,15 @@ def test_parts_that_do_not_go_together_are_refused_before_training(
 def test_losses_that_all_weigh_nothing_are_refused(bench: Bench) -> None:
     line = refused(bench, "--model.losses.0.weight", "0")
     assert line == "model: losses must hold a term with a positive weight, got ['SoftCE']"
+
+
+@pytest.mark.parametrize("verb", ["fit", "bench train"])
+def test_a_loss_that_cannot_be_compiled_is_told_before_the_target_is_loaded(bench: Bench, verb: str) -> None:
+    with inductor.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        ran = bench.run(verb, "--model.compile_loss", "true", "--target.device", "cpu")
+    assert (ran.code, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith("model.compile_loss: true, but torch could not compile on this machine (No working C++")
 
 
 # ----------------------------------------------------------------------------------------------------- the measurements

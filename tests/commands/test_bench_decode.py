@@ -85,8 +85,11 @@ def test_what_cannot_be_measured_is_told_in_one_line(bench: Bench) -> None:
         2,
         ["evaluate.tasks: 2 prompts, 13 are needed; raise the limit, or lower --prompts"],
     )
-    ran = bench.run("bench decode", "--rounds", "0")
-    assert (ran.code, ran.complaints) == (2, ["--rounds: must be >= 1, got 0"])
+    for option in ("--rounds", "--repeats"):
+        ran = bench.run("bench decode", option, "0")
+        assert (ran.code, ran.err) == (2, f"{option}: must be >= 1, got 0\n")
+        ran = bench.run("bench decode", option, "1001")
+        assert (ran.code, ran.err) == (2, f"{option}: must be at most 1000, got 1001\n"), "before the target is loaded"
     ran = bench.run("bench decode", "--model", "null", "--checkpoint-path", "x.ckpt")
     fault = "--checkpoint-path: x.ckpt holds a head, and the experiment has no model to load it into"
     assert (ran.code, ran.complaints) == (2, [fault])

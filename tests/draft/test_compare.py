@@ -10,15 +10,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from tiny import TinyLab
 
-from eagle3_lab.draft.compare import Learned, compare
+from eagle3_lab.draft.compare import Learned, compare, require_compiler
 from eagle3_lab.draft.loss import UnrolledLoss
 from eagle3_lab.draft.teacher import Teacher
 from eagle3_lab.draft.terms import SmoothL1
+from eagle3_lab.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +105,29 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path, tiny: TinyLab) -> N
     assert "Traceback" not in done.stderr
     complaints = [line for line in done.stderr.splitlines() if "model.compile_loss: true, but" in line]
     assert len(complaints) == 1 and "/nowhere/g++" in complaints[0], done.stderr[-3000:]
+    assert "target:" not in done.stderr, "told before anything is loaded"
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_at_the_first_step_costs_one_line_too(tmp_path: Path, tiny: TinyLab) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+    broken.chmod(0o755)
+    words = ["-m", "eagle3_lab", "fit", str(experiment(tmp_path, tiny)), "--model.compile_loss", "true"]
+    done = run(tmp_path, *words, CXX=str(broken))
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr and "target:" in done.stderr
+    complaints = [line for line in done.stderr.splitlines() if "model.compile_loss: true, but" in line]
+    assert len(complaints) == 1 and "could not compile on this machine" in complaints[0], done.stderr[-3000:]
+
+
+def test_triton_is_asked_for_on_a_gpu_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.cpp_builder", None)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    require_compiler(on_gpu=True)
+    monkeypatch.setitem(sys.modules, "triton", None)  # what cannot be imported
+    with pytest.raises(UserError, match=r"^model\.compile_loss: true, but .*triton.*; a compiler for C\+\+ is needed"):
+        require_compiler(on_gpu=True)
 
 
 def experiment(folder: Path, tiny: TinyLab) -> Path:
