@@ -157,6 +157,12 @@ def test_the_answers_are_those_of_the_target_after_the_ids_that_were_served(
             assert record["messages"][i]["content"] == text
 
 
+def test_every_turn_of_a_conversation_draws_anew_and_the_same_again(target: HFTarget, chat: Chat) -> None:
+    answerer, room = ByTarget(target, chat.end_of_turn, 1.0, seed=3), Room(8, 1, 100, 128)
+    said = [list(answerer.answer([[5, 6, 7]], [0], turn, 1, room, {})) for turn in (0, 1, 0)]
+    assert said[0] == said[2] != said[1]
+
+
 def test_batches_are_by_length_and_hold_what_fits() -> None:
     room = Room(max_new_tokens=4, rows=2, batch_tokens=20, max_positions=50)
     ids = [[0] * n for n in (2, 3, 5, 6, 7, 9)] * 3

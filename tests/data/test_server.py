@@ -26,12 +26,12 @@ def fake() -> Iterator[Fake]:
 
 
 def ask(
-    fake: Fake, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]] = PROMPTS, **more: Any
+    fake: Fake, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]] = PROMPTS, turn: int = 1, **more: Any
 ) -> tuple[list[Said], list[float]]:
     """The answers, and how long it would have waited between tries."""
     waits: list[float] = []
     by = ByServer(Server(fake.url, **more), tokenizer, 0.7, 0.9, seed=3, wait=waits.append)
-    made = dict(by.answer(prompts, range(len(prompts)), 1, 8, ROOM, {}))
+    made = dict(by.answer(prompts, range(len(prompts)), turn, 8, ROOM, {}))
     return [made[i] for i in range(len(prompts))], waits
 
 
@@ -49,6 +49,9 @@ def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake, chat
     fake.seen.clear()
     ask(fake, chatml)
     assert {body["prompt"][0]: body["seed"] for body in fake.asked()} == seeds
+    fake.seen.clear()
+    ask(fake, chatml, turn=2)
+    assert not {body["seed"] for body in fake.asked()} & set(seeds.values()), "another turn draws anew"
 
 
 def test_an_answer_that_ran_out_of_tokens_is_cut(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
