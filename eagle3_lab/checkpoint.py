@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import is_file, is_folder
 from eagle3_lab.types import DraftModel, FeatureSource, FrozenTarget, TargetSpec
 
 KEY = "eagle3_lab"
@@ -112,9 +113,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _require_file(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise UserError(f"checkpoint: {path} is no file; give one that `fit` wrote")
-    if not path.is_file():
+    if is_folder(path):
+        raise UserError(f"checkpoint: {path} is a folder; give a file that `fit` wrote")
+    if not is_file(path):
         raise UserError(f"checkpoint: no file {path}; train one with `fit`")
 
 

@@ -25,9 +25,11 @@ from eagle3_lab.decode.propose.watched import Watched
 from eagle3_lab.decode.trie import extent
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import Decoded, Law, Needs, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.types import Decoded, Law, Needs, Proposer, TargetOut, Tree, Verdict, Verifier
 
 T = TypeVar("T")
+
+LOSSLESS = ExactVerifier()
 
 
 class Laps(Stopwatch):
@@ -130,6 +132,7 @@ def answer(
     clock: Stopwatch,
     seed: int = 0,
     end_tokens: Sequence[int] = (),
+    verifier: Verifier = LOSSLESS,
 ) -> Decoded:
     """Decode one prompt by the real loop: ``tokens`` at most, all of them where no token ends the answer."""
     capacity = room(len(ids), tokens, target.spec.max_positions, proposer)
@@ -138,7 +141,7 @@ def answer(
         session,
         proposer,
         law,
-        ExactVerifier(),
+        verifier,
         torch.tensor([list(ids)], device=target.device),
         torch.tensor([len(ids)], device=target.device),
         max_new_tokens=tokens,
@@ -268,8 +271,9 @@ def between(curve: Mapping[int, float], at: int | float) -> float:
 
 
 def answer_seconds(tokens: int, tau: float, cycle: float, prefill: float) -> float:
-    """What the curves predict for one answer of ``tokens`` tokens, the prefill's own included."""
-    return prefill + (tokens - 1) / tau * cycle
+    """What the curves predict for one answer of ``tokens`` tokens, the prefill's own included: alone it needs no round,
+    and ``tau`` may then be 0."""
+    return prefill if tokens == 1 else prefill + (tokens - 1) / tau * cycle
 
 
 def _row(target: HFTarget, ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ A function marked :func:`fusible` is the plain one until :func:`fusing` is activ
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,8 +79,26 @@ def _run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         return function(*args, **kwargs)
     except BackendCompilerFailed as error:
-        why = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.compile: true, but torch could not compile on this machine ({why}); a compiler for C++ is needed "
-            "on a CPU, triton on a GPU; or leave it out"
-        ) from None
+        raise _uncompiled(error) from None
+
+
+def require_compiler(on_gpu: bool) -> None:
+    """Tell before hours of work, not at the first step behind them, that nothing can be compiled here for want of a
+    compiler. Raises UserError."""
+    try:
+        if on_gpu:
+            importlib.import_module("triton")
+        else:
+            from torch._inductor.cpp_builder import get_cpp_compiler  # a second of imports, for those who compile
+
+            get_cpp_compiler()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise _uncompiled(error) from None
+
+
+def _uncompiled(error: Exception) -> UserError:
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UserError(
+        f"model.compile: true, but torch could not compile on this machine ({why}); a compiler for C++ is needed on a "
+        "CPU, triton on a GPU; or leave it out"
+    )

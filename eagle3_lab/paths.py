@@ -12,7 +12,25 @@ def local_path(text: str) -> Path:
     try:
         path = Path(text).expanduser()
         path.exists()
-    except (RuntimeError, OSError, ValueError) as error:  # no such home; a name too long; a null character
+        if "\0" in text:  # which `exists` takes for a file that is not there
+            raise ValueError("a null character")
+    except (RuntimeError, OSError, ValueError) as error:  # no such home; a name too long
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{text[:80]}: is no path here ({said}); write one that can be opened") from None
     return path
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there: none is under a name that no file system takes."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, as :func:`is_file`."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.parameters import flatten
+from eagle3_lab.paths import local_path
 from eagle3_lab.run_store import PLACE_TAG, database_uri, relocate, serve_ui, store_uri, ui_command
 
 if TYPE_CHECKING:  # imported where they are used: configuration errors and --help need neither
@@ -48,7 +49,7 @@ class Tracking:
     """Where runs are kept and what they are called.
 
     Args:
-        folder: the folder of the store; made if missing.
+        folder: the folder of the store, ``~`` resolved; made if missing.
         experiment: the MLflow experiment, one for each question.
         run_name: shown in the run list; by default MLflow makes one up.
     """
@@ -60,6 +61,10 @@ class Tracking:
     def __post_init__(self) -> None:
         if not 0 < len(self.experiment.encode()) <= LONGEST_NAME:
             raise ValueError(f"tracking.experiment must have 1 to {LONGEST_NAME} bytes, got {self.experiment[:40]!r}")
+        try:
+            object.__setattr__(self, "folder", local_path(str(self.folder)))
+        except UserError as error:
+            raise UserError(f"tracking.folder: {error}") from None
 
 
 class Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ CURVE_POINTS = 1000
 MOST_STEPS = 10**9
 
 MOST_MINUTES = 10**6
+
+EPOCHS = 1000
+"""Lightning's, where neither steps nor epochs are named."""
 
 LEAST = {
     "accumulate_grad_batches": 1,
@@ -134,15 +138,41 @@ class Training:
         sharded.check(trainer.strategy)
         return trainer
 
+    def within(self, batches: int) -> int:
+        """How many of a pass's ``batches`` are trained on, by ``limit_train_batches``: a number, or a share."""
+        limit = self.options.get("limit_train_batches")
+        if limit is None:
+            return batches
+        return min(batches, limit) if type(limit) is int else int(batches * limit)
+
+    def steps_a_pass(self, batches: int) -> int:
+        """Optimizer steps of a pass of ``batches``: the last one takes what is left."""
+        return math.ceil(self.within(batches) / self.options.get("accumulate_grad_batches", 1))
+
+    def steps(self, batches: int) -> int:
+        """Optimizer steps of the whole training, as Lightning counts them, where a pass has ``batches``."""
+        epochs = self.max_epochs
+        if epochs is None:
+            epochs = EPOCHS if self.max_steps == -1 else -1
+        if epochs == -1:
+            return self.max_steps
+        limit = epochs * self.steps_a_pass(batches)
+        return limit if self.max_steps == -1 else min(limit, self.max_steps)
+
     def check(self, batches: int) -> None:
         """Refuse what Lightning would refuse once everything is set up. ``batches``: of one pass over the data.
 
         Raises:
-            UserError: a validation interval longer than a pass, where it is counted within passes.
+            UserError: a share of a pass that is less than a batch, or a validation interval longer than a pass, where
+                it is counted within passes.
         """
-        every, limit = self.options.get("val_check_interval"), self.options.get("limit_train_batches")
-        within = min(batches, limit) if type(limit) is int else batches
+        every, within = self.options.get("val_check_interval"), self.within(batches)
         counted_within = self.options.get("check_val_every_n_epoch", 1) is not None
+        if within == 0:
+            raise UserError(
+                f"trainer.limit_train_batches: {self.options['limit_train_batches']} of {batches} batches is less than "
+                f"one; more than {1 / batches:.2g}, or a number of batches"
+            )
         if type(every) is int and every > within and counted_within and self.options.get("limit_val_batches") != 0:
             raise UserError(
                 f"trainer.val_check_interval: {every} steps, but a pass over the data has {within}; at most that, or "

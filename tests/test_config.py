@@ -116,6 +116,18 @@ class ToyDynamic(ToyGrow):
         return self.nodes
 
 
+class ToySpan(ToyGrow):
+    def __init__(self, low: int, high: int, steps: Sequence[int] = (), note: str = "") -> None:
+        if low >= high:
+            raise ValueError(f"low must lie below high, got {low} and {high}")
+        for i, step in enumerate(steps):
+            if step < 1:
+                raise ValueError(f"steps.{i} must be >= 1, got {step}")
+
+    def size(self) -> int:
+        return 1
+
+
 class ToyBudget(ToyGrow):
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -598,7 +610,7 @@ ERRORS = [
     ("step_decay: ${let.decay}", "step_decay: .nan", [],
      "experiments/case.yaml:11: step_decay: expected a finite number, got nan"),
     ("", "", ["--let.decay", "1e400"],
-     "experiments/case.yaml:8: model.losses.0.decay: expected a finite number, got inf"),
+     "--let.decay 1e400: model.losses.0.decay: expected a finite number, got inf"),
     ("seed: 3", "seed: " + "9" * 5000, [],
      "experiments/case.yaml: Exceeds the limit (4300 digits) for integer string conversion"),
     ("", "", ["--seed", "9" * 5000],
@@ -615,7 +627,19 @@ ERRORS = [
     ("depth: 7", "depth: 0", [],
      "experiments/case.yaml:6: model.unroll: unroll.depth must be >= 1, got 0"),
     ("", "", ["--let.hidden", "0"],
+     "--let.hidden 0: model.features: hidden must be >= 1, got 0"),
+    ("let: {hidden: 3,", "let: {least: 3, hidden: '${let.least}',", ["--let.least", "0"],
+     "--let.least 0: model.features: hidden must be >= 1, got 0"),
+    ("hidden: 3", "hidden: 0", ["--let.decay", "0.5"],
      "experiments/common/features.yaml:3: model.features: hidden must be >= 1, got 0"),
+    ("", "", ["--again", "{class_path: ToyFused, init_args: {hidden: '${let.hidden}'}}", "--let.hidden", "0"],
+     "--let.hidden 0: model.features: hidden must be >= 1, got 0"),
+    ("  dtype", "  grow: {class_path: ToySpan, init_args: {low: 1, high: 2}}\n  dtype", ["--model.grow.high", "0"],
+     "--model.grow.high 0: model.grow: low must lie below high, got 1 and 0"),
+    ("  dtype", "  grow: {class_path: ToySpan, init_args: {low: 2, high: 1}}\n  dtype", ["--model.grow.note", "x"],
+     "experiments/case.yaml:10: model.grow: low must lie below high, got 2 and 1"),
+    ("  dtype", "  grow: {class_path: ToySpan, init_args: {low: 1, high: 2}}\n  dtype", ["--model.grow.steps", "[0]"],
+     "command line: model.grow: steps.0 must be >= 1, got 0"),
     ("", "", ["--model.unrol.depth", "3"],
      "command line: model.unrol: unknown key; did you mean 'unroll'?"),
     ("", "", ["--model.unroll.depth", "x"],
@@ -705,6 +729,16 @@ def test_an_empty_file_is_refused_as_such(lab: Path) -> None:
     Path("experiments/case.yaml").write_text("# nothing yet\n")
     with pytest.raises(ConfigError, match=r"^experiments/case\.yaml: is empty; an experiment names at least"):
         compose("experiments/case.yaml")
+
+
+def test_a_name_that_no_file_system_takes_is_no_file(lab: Path) -> None:
+    long = "x" * 300
+    for path in (f"{long}/case.yaml", "a/" * 3000 + "case.yaml", f"{long}.yaml"):
+        with pytest.raises(ConfigError, match=r"^no file |: no file has a name of 305 bytes$"):
+            compose(path)
+    for name in (f"{long}.yaml", f"{long}/features.yaml"):
+        with pytest.raises(ConfigError, match=r"^--model\.features: no file .*\.yaml"):
+            compose("experiments/case.yaml", [("model.features", name)])
 
 
 def test_aliases_that_multiply_are_refused_at_once(lab: Path) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from random_targets import random_target
 
 from eagle3_lab.captured import Record, Tape
 from eagle3_lab.commands.bench_rivals import timed_answer
-from eagle3_lab.costs import Cycle, Idle, Laps, Meter, answer, answer_seconds, between, curves
+from eagle3_lab.costs import LOSSLESS, Cycle, Idle, Laps, Meter, answer, answer_seconds, between, curves
 from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.methods import PromptLookup
 from eagle3_lab.decode.propose.eagle import Eagle
+from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.rivals import plain
+from eagle3_lab.types import Tree, Verdict
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -31,6 +37,7 @@ def test_a_curve_is_read_between_its_points_and_continued_beyond_them() -> None:
 def test_an_answers_seconds_by_hand() -> None:
     """17 tokens, the first by the prefill of 3 s; tau 4: four rounds of half a second."""
     assert answer_seconds(17, tau=4.0, cycle=0.5, prefill=3.0) == 5.0
+    assert answer_seconds(1, tau=0.0, cycle=0.5, prefill=3.0) == 3.0, "no round, so no tau"
 
 
 def test_a_cycle_is_the_median_round() -> None:
@@ -59,6 +66,26 @@ def test_drafting_for_nothing_changes_no_answer() -> None:
     made = [answer(target, Idle(n, 97), SamplingLaw(), PROMPT, 16, Laps()).tokens for n in (1, 7)]
     assert made[0] == made[1]
     assert len(made[0]) == 16
+
+
+def test_a_methods_own_verifier_judges_its_trees() -> None:
+    class Refusing(ExactVerifier):
+        """Lets no draft pass."""
+
+        def __call__(self, p: torch.Tensor, tree: Tree, generators: Sequence[torch.Generator]) -> Verdict:
+            return super().__call__(p, replace(tree, candidate=torch.zeros_like(tree.candidate)), generators)
+
+        def follow(self, choice: torch.Tensor, tree: Tree) -> Verdict | None:
+            return None
+
+    target = random_target()
+    proposer = PromptLookup(max_ngram=1, length=3, full=False).proposer(target.spec, None)
+    told = [
+        answer(target, proposer, SamplingLaw(), [5] * 6, 40, Laps(), verifier=verifier)
+        for verifier in (LOSSLESS, Refusing())
+    ]
+    assert told[0].tokens == told[1].tokens
+    assert sum(one.accepted for one in told[0].rounds) > sum(one.accepted for one in told[1].rounds) == 0
 
 
 def test_an_answer_of_any_length_takes_no_more_room_than_the_context() -> None:

@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tiny import TinyLab
 
 from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.fusing import fusible, fusing, is_fusing
+from eagle3_lab.errors import UserError
+from eagle3_lab.fusing import fusible, fusing, is_fusing, require_compiler
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +158,29 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path, tiny: TinyLab) -> N
     assert "Traceback" not in done.stderr
     complaints = [line for line in done.stderr.splitlines() if "model.compile: true, but" in line]
     assert len(complaints) == 1 and "/nowhere/g++" in complaints[0], done.stderr[-3000:]
+    assert "target:" not in done.stderr, "told before anything is loaded"
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_at_the_first_step_costs_one_line_too(tmp_path: Path, tiny: TinyLab) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+    broken.chmod(0o755)
+    words = ["-m", "eagle3_lab", "fit", str(experiment(tmp_path, tiny)), "--model.compile", "true"]
+    done = run(tmp_path, *words, CXX=str(broken))
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr and "target:" in done.stderr
+    complaints = [line for line in done.stderr.splitlines() if "model.compile: true, but" in line]
+    assert len(complaints) == 1 and "could not compile on this machine" in complaints[0], done.stderr[-3000:]
+
+
+def test_triton_is_asked_for_on_a_gpu_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.cpp_builder", None)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    require_compiler(on_gpu=True)
+    monkeypatch.setitem(sys.modules, "triton", None)  # what cannot be imported
+    with pytest.raises(UserError, match=r"^model\.compile: true, but .*triton.*; a compiler for C\+\+ is needed"):
+        require_compiler(on_gpu=True)
 
 
 def experiment(folder: Path, tiny: TinyLab) -> Path:

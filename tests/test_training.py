@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from eagle3_lab.checkpoint import AtomicCheckpointIO
 from eagle3_lab.errors import UserError
-from eagle3_lab.training import Training
+from eagle3_lab.training import Training, quiet_lightning
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,66 @@ def test_the_ends_of_the_ranges_are_taken(tmp_path: Path) -> None:
         DummyLogger(), [], AtomicCheckpointIO(), "32-true", tmp_path
     )
     assert (trainer.max_epochs, trainer.max_steps, trainer.val_check_interval) == (1, -1, 1)
+
+
+class Batches:
+    """A pass of seven."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(1, 32)] * 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_epochs": 2}, 14),
+        ({"max_epochs": 2, "accumulate_grad_batches": 2}, 8),  # a pass's last step takes the one batch that is left
+        ({"max_epochs": 2, "accumulate_grad_batches": 2, "max_steps": 5}, 5),
+        ({"max_epochs": 1, "max_steps": 50}, 7),
+        ({"max_steps": 9}, 9),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 6),
+        ({"max_epochs": 3, "limit_train_batches": 99}, 21),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 9),
+    ],
+)
+def test_a_training_has_as_many_steps_as_it_says(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    training = Training(limit_val_batches=0, accelerator="cpu", **options)
+    trainer = training.make(DummyLogger(), [], AtomicCheckpointIO(), "32-true", tmp_path)
+    with quiet_lightning():
+        trainer.fit(BoringModel(), train_dataloaders=Batches())
+    assert trainer.global_step == training.steps(7) == steps
+
+
+def test_without_an_end_it_has_lightnings_thousand_passes() -> None:
+    assert Training().steps(7) == 7000
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (
+            {"limit_train_batches": 0.1},
+            "trainer.limit_train_batches: 0.1 of 7 batches is less than one; more than 0.14, or a number of batches",
+        ),
+        ({"val_check_interval": 8}, "trainer.val_check_interval: 8 steps, but a pass over the data has 7; at most "),
+        (
+            {"val_check_interval": 4, "limit_train_batches": 0.5},
+            "trainer.val_check_interval: 4 steps, but a pass over the data has 3; at most that, or ",
+        ),
+        (
+            {"val_check_interval": 4, "limit_train_batches": 3},
+            "trainer.val_check_interval: 4 steps, but a pass over the data has 3; at most that, or ",
+        ),
+    ],
+)
+def test_what_a_pass_has_no_room_for_is_told_with_its_key(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError) as told:
+        Training(max_steps=2, **options).check(7)
+    assert str(told.value).startswith(fault)
+    Training(max_steps=2, val_check_interval=4, limit_train_batches=0.6).check(7)
 
 
 @pytest.mark.parametrize("devices", ["abc", -1, [0]])

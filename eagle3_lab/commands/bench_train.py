@@ -45,6 +45,7 @@ class Setup:
     def of(experiment: Experiment, every_row: bool) -> Setup:
         """The experiment's head on the first batch of its data. Raises UserError for a format that is not timed."""
         _, _, _, trainer = experiment.require_training("bench train")
+        stages.check_compiler(experiment)
         target = inputs.load_target(experiment)
         data = inputs.build_data(experiment, target, answer=False)
         module = stages.build_module(experiment, target, data)

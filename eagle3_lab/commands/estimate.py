@@ -22,17 +22,17 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
     assert trainer is not None
     per_epoch = len(data.train_dataloader())
     accumulate = trainer.options.get("accumulate_grad_batches", 1)
-    steps = trainer.max_steps
-    if steps < 0:
-        steps = per_epoch * (trainer.max_epochs or 1000) // accumulate
+    trainer.check(per_epoch)
+    steps = trainer.steps(per_epoch)
+    passes = steps / trainer.steps_a_pass(per_epoch)
+    batches = passes * trainer.within(per_epoch)
     seconds, tokens = _time_step(experiment, module, data)
     parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    passes = steps * accumulate / per_epoch
     return (
         f"data: {sizes['conversations']} conversations, {sizes['tokens']} tokens, {sizes['supervised']} supervised; "
         f"{per_epoch} batches a pass\n"
-        f"training: {steps} steps of {accumulate} batches, {passes:.1f} passes over the data; "
-        f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * steps * accumulate)}\n"
+        f"training: {steps} steps of {accumulate} batches, {batches / per_epoch:.1f} passes over the data; "
+        f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * batches)}\n"
         f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state {parameters * 16 / 1e9:.2f} GB "
         "of memory, beside the target and a batch's activations\n"
         f"disk: {disk_bytes(module) / 1e9:.2f} GB at most (two checkpoints with optimizer state while one replaces the "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_lab import checkpoint
-from eagle3_lab.commands import inputs, measuring, stages
+from eagle3_lab.commands import closing, inputs, measuring, stages
 from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
-from eagle3_lab.commands.heads import gather
+from eagle3_lab.commands.heads import gather, require_model
 from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.tasks import HELD_OUT
@@ -53,14 +53,14 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     head = None if module is None else Head(module.source, module.draft, target.record)
     assert experiment.evaluate is not None
     heads = gather(head, experiment.evaluate.methods, experiment, target)
-    stages.check_evaluation(experiment, target, data, heads)
+    closing.check_evaluation(experiment, target, data, heads)
     held_out = None if data is None else data.prompts()
     journal = measuring.open_journal(experiment, target, held_out, path, "evaluate", heads.hashes())
     with _run(experiment, journal, data, path) as run:
         log_setting(experiment, data, run)
-        hits = None if module is None or data is None else stages.read_held_out(module, data)
+        hits = None if module is None or data is None else closing.read_held_out(module, data)
         measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
-        table = stages.closing_table(experiment, target, measured, hits, run, path)
+        table = closing.closing_table(experiment, target, measured, hits, run, path)
         log_closing(experiment, table, run, journal, heads)
     journal.remove()
     print(as_text(table), end="")
@@ -81,10 +81,7 @@ def _require_sections(experiment: Experiment, checkpoint_path: Path | None) -> N
                     f"evaluate.methods.{name}: needs a trained head, and the experiment has no model; name in its "
                     "`head` who trained one, add the sections it was trained with, or leave the method out"
                 )
-        if checkpoint_path is not None:
-            raise UserError(
-                f"--checkpoint-path: {checkpoint_path} holds a head, and the experiment has no model to load it into"
-            )
+        require_model(experiment, checkpoint_path)
     elif lacks := experiment.lacks():
         raise UserError(
             f"evaluate: the experiment has a model, but no {', no '.join(lacks)}; add what it was trained with, or "

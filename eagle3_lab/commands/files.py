@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.whole import write_whole
 
 
 def write_text(path: Path, text: str) -> None:
@@ -20,13 +21,8 @@ def write_text(path: Path, text: str) -> None:
                 stream.write(text)
             return
         place = path.resolve()
-        temporary = place.with_name(f".{place.name}-{os.getpid()}")
         place.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, place)
+        write_whole(place, text.encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name a place that can") from None
 
@@ -59,7 +55,7 @@ def _is_replaced(path: Path) -> bool:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of ours; empty where there is none or what is there is none (a disk that failed)."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

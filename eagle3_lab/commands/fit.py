@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 
 from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands import inputs, measuring, stages
+from eagle3_lab.commands import closing, inputs, measuring, stages
 from eagle3_lab.commands.card import card_text, data_card
 from eagle3_lab.commands.estimate import estimate
 from eagle3_lab.commands.files import read_object, require_place, write_text
@@ -50,6 +50,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     require_place(json, "--json")
     if not dry_run:
         require_writable(experiment.tracking.folder)
+        stages.check_compiler(experiment)
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)
@@ -62,7 +63,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     stages.check_features(experiment, target, data, module)
     heads = _heads(experiment, target, module)
     work = work.beside(heads.hashes())
-    stages.check_evaluation(experiment, target, data, heads)
+    closing.check_evaluation(experiment, target, data, heads)
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
@@ -77,7 +78,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         text = closed(experiment, target, data, module, run, work)
     print(text, end="")
     if json is not None:
-        write_text(json, (work.folder / CLOSING_JSON).read_text())
+        write_text(json, (work.folder / CLOSING_JSON).read_text("utf-8"))
 
 
 def continued(experiment: Experiment, data: ConversationData, work: Work) -> Run:
@@ -126,14 +127,14 @@ def closed(
     if (before.get("key"), before.get("run_id")) == (work.key, run.id) and text.is_file():
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
-        return text.read_text()
-    hits = stages.read_held_out(module, data)
+        return text.read_text("utf-8")
+    hits = closing.read_held_out(module, data)
     measured, journal, heads = measuring.Measured(), None, Heads()
     if experiment.evaluate is not None:
         held_out, heads = data.prompts(), _heads(experiment, target, module)
         journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit", heads.hashes())
         measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
-    table = stages.closing_table(experiment, target, measured, hits, run, work.draft)
+    table = closing.closing_table(experiment, target, measured, hits, run, work.draft)
     log_closing(experiment, table, run, journal, heads)
     write_text(text, as_text(table))
     write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")

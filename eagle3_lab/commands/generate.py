@@ -24,6 +24,7 @@ from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
+from eagle3_lab.paths import is_file
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.train import Model
@@ -53,6 +54,10 @@ def generate(
         temperature: 0 is greedy; by default the first law of the experiment's ``evaluate``.
         checkpoint_path: the trained head; by default the one that `fit` made of this very experiment, and before that
             the experiment's public head as it is.
+
+    Raises:
+        UserError: nothing asked, a value out of range, no such method, or a head that is missing, of another target or
+            not of the method's.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("generate: the prompt is empty; write what is to be answered, or nothing at all for a chat")
@@ -60,6 +65,11 @@ def generate(
         raise UserError(f"--max-new-tokens: must be >= 1, got {max_new_tokens}")
     name, chosen = _choose(experiment, method)
     law = _law(experiment, temperature)
+    if checkpoint_path is not None and not chosen.needs_own_head:
+        raise UserError(
+            f"--checkpoint-path: {checkpoint_path} holds a head, and {name} proposes with none of this experiment's; "
+            "choose another --method"
+        )
     if chosen.needs_own_head:
         model = _require_sections(experiment, name)
         if checkpoint_path is None and model.public is None:
@@ -223,7 +233,7 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
         path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
         if not path.is_file() and public is None:
             raise _no_head(path)
-    if path.is_file() or public is None:
+    if is_file(path) or public is None:
         checkpoint.restore(path, target, source, draft)
     else:
         official.load(official.read(public), target, source, draft)

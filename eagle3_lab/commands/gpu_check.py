@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.fusing import fusing
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import Batch, Decoded, Needs, Proposer
+from eagle3_lab.whole import write_whole
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 LIMIT_S = 480.0
@@ -249,9 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found = run(TINY, tests=False) if given.dry_run else run(Sizes(), tests=True)
     text = json.dumps(found, indent=1)
-    partial = given.json.with_name(f".{given.json.name}-{os.getpid()}")
-    partial.write_text(text + "\n")
-    os.replace(partial, given.json)
+    write_whole(given.json, (text + "\n").encode())
     print(text)
     parts = [part for part in found.values() if isinstance(part, dict)]
     return int(any("failed" in part or "skipped" in part or part.get("exit", 0) for part in parts))

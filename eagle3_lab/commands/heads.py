@@ -65,6 +65,14 @@ def gather(own: Head | None, methods: Mapping[str, Method], experiment: Experime
     return heads
 
 
+def require_model(experiment: Experiment, checkpoint_path: Path | None) -> None:
+    """Refuse a head that the experiment has no model for, before it is passed over. Raises UserError."""
+    if checkpoint_path is not None and experiment.model is None:
+        raise UserError(
+            f"--checkpoint-path: {checkpoint_path} holds a head, and the experiment has no model to load it into"
+        )
+
+
 def _named(name: str, experiment: Experiment, target: HFTarget, chain: list[Path]) -> NamedHead:
     path, trained = trained_by(name, experiment, target, chain)
     assert trained.model is not None

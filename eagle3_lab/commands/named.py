@@ -10,6 +10,7 @@ from eagle3_lab.config import find_experiment, load, shipped_experiments
 from eagle3_lab.config.reading import label, locate
 from eagle3_lab.errors import UserError, near
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.paths import is_file, is_folder
 
 ENDING = ".yaml"
 
@@ -54,25 +55,11 @@ def _find(name: str, asker: Path | None) -> Path:
     path = Path(name.removesuffix(ENDING) + ENDING)
     places = [path] if asker is None else [path, asker.parent / path]
     for place in places:
-        if _is_file(place):
+        if is_file(place):
             return place
     try:
         return find_experiment(path)
-    except (UserError, OSError):
+    except UserError:
         names = {f"experiments/{shipped}" for shipped in shipped_experiments()}
-        folder = "; it is a folder" if _is_folder(Path(name)) else ""
+        folder = "; it is a folder" if is_folder(Path(name)) else ""
         raise UserError(f"no experiment {name!r}{folder}{near(str(path), names, otherwise='there are')}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file system takes
-        return False
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False

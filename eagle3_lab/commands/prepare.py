@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from eagle3_lab.data.documents import Document
 from eagle3_lab.data.prepared import manifest_of, read_manifest
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.held import hold
 
 
 def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None) -> None:
@@ -31,7 +33,8 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         output: also write the file there, with its manifest and card beside it.
 
     Raises:
-        UserError: a mistake in the experiment, its prompts, its server or its target, or a disk that is full.
+        UserError: a mistake in the experiment, its prompts, its server or its target, a disk that is full, or another
+            process at the same output.
     """
     if show < 0:
         raise UserError(f"--show: must be >= 0, got {show}")
@@ -39,6 +42,13 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
     if experiment.data is None or experiment.model is None:
         missing = "data" if experiment.data is None else "model"
         raise UserError(f"prepare: the experiment has no {missing} section; add what a head would be trained with")
+    if output is not None and experiment.prepare is None:
+        raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
+    with _held(output):
+        _prepare(experiment, show, output)
+
+
+def _prepare(experiment: Experiment, show: int, output: Path | None) -> None:
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
     try:
@@ -47,11 +57,11 @@ def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None
         raise UserError(f"model: {error}") from None
     card = data_card(data, vocabulary, target.spec.vocab)
     print(card_text(card), end="")
-    file = None if experiment.prepare is None else data.file
-    if file is not None:
+    if experiment.prepare is not None:
+        file = data.file
         print(f"conversations: {file}\nmanifest: {manifest_of(file)}")
-    if output is not None:
-        _write(output, file, card)
+        if output is not None:
+            _write(output, file, card)
     for number, document in enumerate(data.train[:show], 1):
         print(f"\n--- {number}: {document.conversation.id}")
         show_document(document, target.tokenizer, Ink(sys.stdout))
@@ -80,9 +90,19 @@ def _require_ours(output: Path | None) -> None:
         raise UserError(f"--output: {output} is there and has no {manifest_of(output).name} beside it; name a new file")
 
 
-def _write(output: Path, file: Path | None, card: dict) -> None:
-    if file is None:
-        raise UserError(f"--output: {output}: nothing is prepared here; a prepare section is needed")
+def _held(output: Path | None) -> AbstractContextManager[object]:
+    """Within, no other process prepares into ``output``: its three files belong together. Raises UserError."""
+    if output is None:
+        return nullcontext()
+    place = output.resolve()
+    busy = f"--output: {output} is being written by another process; wait for its end, or name another file"
+    try:
+        return hold(place.with_name(f".{place.name}.lock"), busy)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name a file that can") from None
+
+
+def _write(output: Path, file: Path, card: dict) -> None:
     write_text(output, file.read_text("utf-8"))
     write_text(manifest_of(output), json.dumps(read_manifest(file), indent=2) + "\n")
     write_text(output.with_name(f"{output.name.partition('.jsonl')[0]}.card.json"), json.dumps(card, indent=2) + "\n")

@@ -11,6 +11,7 @@ import torch
 
 from eagle3_lab import rivals
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import is_file
 from eagle3_lab.train import DraftModule
 from eagle3_lab.types import Batch
 
@@ -25,7 +26,7 @@ class Rival:
     """
 
     def __init__(self, python: Path, module: DraftModule, batch: Batch, products: str) -> None:
-        if not python.is_file():
+        if not is_file(python):
             raise UserError(f"--rival: no file {python}; the Python of an environment that `make bench-rival` makes")
         if batch.ids.shape[0] != 1:
             raise UserError(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from torch import nn
 
 from eagle3_lab import checkpoint, ranks
@@ -23,6 +22,8 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
+from eagle3_lab.held import hold
+from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 
 CHECKPOINT = ".ckpt"
@@ -78,20 +79,13 @@ class Work:
         Raises:
             UserError: another process holds it, or it cannot be written.
         """
-        lock = FileLock(self.folder / LOCK)
+        busy = f"{self.folder}: is being trained by another process; wait for its end, or end it and run this again"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"{self.folder}: is being trained by another process; wait for its end, or end it and run this again"
-            ) from None
+            held = hold(self.folder / LOCK, busy)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror}); a folder that can") from None
-        try:
+        with held:
             yield
-        finally:
-            lock.release()
 
     def products(self, choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         """The number format of this training's products and why: chosen by its first process when it begins, then the
@@ -127,10 +121,12 @@ def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = 
     trained. ``chain``: files that led here. Raises UserError where there is none."""
     assert experiment.model is not None
     start = experiment.model.start
-    if start is None or start.suffix == CHECKPOINT:
-        return start
+    if start is None:
+        return None
     own = file_of(experiment)
     try:
+        if start.suffix == CHECKPOINT:
+            return local_path(str(start))
         return trained_by(str(start), experiment, target, (*chain, *([] if own is None else [own])))[0]
     except UserError as error:
         raise UserError(f"{at(experiment, 'model.start')}: {error}") from None

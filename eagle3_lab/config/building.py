@@ -7,6 +7,7 @@ Seeding comes before, because parts draw their weights when they are built. What
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,8 @@ from typing import Any, cast
 from eagle3_lab.config import schema
 from eagle3_lab.config.checking import CONFIG_FIELD, Config, T, check, not_in_yaml
 from eagle3_lab.config.composing import compose, parse_overrides
-from eagle3_lab.config.reading import Node, join, label, locate, plain_key
+from eagle3_lab.config.editing import COMMAND_LINE
+from eagle3_lab.config.reading import Node, join, label, locate, plain_key, show
 from eagle3_lab.errors import ConfigError
 
 
@@ -93,11 +95,21 @@ def _maker(config: Config, failures: list[Exception]) -> Callable[..., Any]:
 def _refusal(config: Config, error: ValueError, cls: type, arguments: dict[str, object]) -> ConfigError:
     text = " ".join(str(error).split())
     key = _key_of(config, cls, arguments)
-    # the message's first word is often the argument, "depth must be >= 1": then its own line is known
-    word = text.partition(" ")[0].rpartition(".")[2]
-    exact = join(key, word) if word in arguments else key
-    place = locate(config.composed.where, exact, otherwise=label(config.composed.path))
+    where, name = config.composed.where, _argument(text, arguments)
+    place = locate(where, join(key, name) if name else key, otherwise=label(config.composed.path))
+    if not place.startswith((COMMAND_LINE, "--")):
+        # what the file says fitted, until the command line changed what it must fit with
+        told = set(re.findall(r"\w+", text)) & arguments.keys()
+        given = (name for name in sorted(told) if where.get(join(key, name)) == COMMAND_LINE)
+        place = next((f"--{join(key, name)} {show(arguments[name])}: " for name in given), place)
     return ConfigError(f"{place}{key or cls.__name__}: {text}")
+
+
+def _argument(text: str, arguments: dict[str, object]) -> str:
+    """The argument that a message begins with, as in "depth must be >= 1", "optimizer.lr must be > 0" or "choices.3
+    repeats"; "" if it begins otherwise."""
+    names = text.partition(" ")[0].rstrip(":").split(".")
+    return next((".".join(names[i:]) for i, name in enumerate(names) if name in arguments), "")
 
 
 def _key_of(config: Config, cls: type, arguments: dict[str, object]) -> str:

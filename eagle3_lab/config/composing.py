@@ -6,6 +6,7 @@ The order is the point. `${...}` is resolved once, after the overrides, so that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,19 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from eagle3_lab.config.editing import overlay, override
-from eagle3_lab.config.reading import Document, Node, dotted, find_experiment, first_line, join, locate, plain_key, read
+from eagle3_lab.config.editing import COMMAND_LINE, overlay, override
+from eagle3_lab.config.reading import (
+    Document,
+    Node,
+    brief,
+    dotted,
+    find_experiment,
+    first_line,
+    join,
+    locate,
+    plain_key,
+    read,
+)
 from eagle3_lab.errors import ConfigError, near
 
 # an interpolation that holds one of these depends on the environment, or might
@@ -33,7 +45,8 @@ class Composed:
 
     path: the experiment file that was read.
     tree: dicts, lists and scalars; `${...}` resolved, `let:` gone.
-    where: dotted key, without `init_args` -> "file:line", or "command line".
+    where: dotted key, without `init_args` -> "file:line", or "command line"; "--key value" where it refers to a value
+        that was given there.
     raw_yaml: the same experiment with every `${...}` as written and `let:` kept: one complete file that runs again,
         and that holds no value from the environment.
     masked: `tree` with the values that come from the environment left as written.
@@ -73,7 +86,7 @@ def compose(
     return Composed(
         path=path,
         tree=_shared_values_dropped(_resolve(document)),
-        where=document.where,
+        where=_followed(document, overrides),
         raw_yaml=OmegaConf.to_yaml(OmegaConf.create(document.tree), resolve=False),
         masked=_shared_values_dropped(_mask(document.tree)),
     )
@@ -89,6 +102,22 @@ def parse_overrides(texts: Iterable[str]) -> list[tuple[str, str]]:
         if not equals:
             raise ConfigError(f"{key}: an override is written key=value")
     return [(key, value) for key, _, value in pairs]
+
+
+def _followed(document: Document, overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """`where` of a document, but that a value which refers to an overridden one was written by that override:
+    "--key value". References of references count; relative ones (`${.x}`) do not."""
+    where = dict(document.where)
+    pending = [(key, f"--{key} {brief(text)}") for key, text in overrides]
+    while pending:
+        name, place = pending.pop()
+        refers = re.compile(rf"\$\{{{re.escape(name)}[}}.\[]")
+        for key, value in _items(document.tree):
+            known = where.get(plain_key(key))
+            if isinstance(value, str) and refers.search(value) and known not in (place, COMMAND_LINE):
+                where[plain_key(key)] = place
+                pending.append((key, place))
+    return where
 
 
 def _resolve(document: Document) -> dict[str, Any]:
@@ -145,9 +174,14 @@ def _tidy(node: Node) -> Node:
     return [_tidy(value) for value in node] if isinstance(node, list) else node
 
 
-def _keys(node: Node, key: str = "") -> Iterator[str]:
+def _keys(node: Node) -> Iterator[str]:
     """All dotted keys of a tree as an interpolation has to write them, `init_args` included."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield join(key, name)
-            yield from _keys(value, join(key, name))
+    return (key for key, _ in _items(node))
+
+
+def _items(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+    """All nodes of a tree below its root by their dotted keys, `init_args` included."""
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in pairs:
+        yield join(key, name), value
+        yield from _items(value, join(key, name))

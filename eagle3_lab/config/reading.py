@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_lab.errors import ConfigError, near
+from eagle3_lab.paths import is_file, is_folder
 
 Node: TypeAlias = Any
 """A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""
@@ -36,6 +37,9 @@ LONGEST = 255
 
 MOST_NODES = 100_000
 """No experiment is as large; a few lines of aliases are."""
+
+MOST_ITEMS = 4096
+"""Values of one list: no part takes more, and jsonargparse's time for a list may grow with the square of its length."""
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -106,19 +110,19 @@ def find_experiment(path: Path) -> Path:
     """
     if len(path.name.encode()) > LONGEST:
         raise ConfigError(f"{path.name[:40]}...: no file has a name of {len(path.name.encode())} bytes")
-    if path.is_file():
+    if is_file(path):
         return path
     tail = path.relative_to("experiments") if path.parts[:1] == ("experiments",) else path
     for folder in _shipped():
-        if (folder / tail).is_file():
+        if is_file(folder / tail):
             return folder / tail
     names: dict[str, str] = {}
     for folder in _shipped():
         names |= {file.stem: str(Path("experiments") / file.relative_to(folder)) for file in _experiments(folder)}
-    for folder in (path if path.is_dir() else path.parent, Path("experiments")):
+    for folder in (path if is_folder(path) else path.parent, Path("experiments")):
         names |= {file.stem: label(file) for file in _experiments(folder)}
     there = f"; there are: {', '.join(sorted(set(names.values())))}" if names else ""
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"{path}: is a folder, name a file{there}")
     # stems are compared, so that `fit eagle3` is understood; the answer is a path that can be pasted
     close = difflib.get_close_matches(path.stem, names, n=1)
@@ -160,8 +164,13 @@ def show(value: object) -> str:
         case bool():
             return str(value).lower()
         case _:
-            text = " ".join(repr(value).split())
-            return text if len(text) <= 60 else f"{text[:57]}..."
+            return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """Return a text on one line, cut if long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def shipped_experiments() -> list[str]:
@@ -177,7 +186,7 @@ def _shipped() -> Iterator[Path]:
 
 def _experiments(folder: Path) -> list[Path]:
     """The YAML files of a folder that can be run: those in folders called `common` and `data` are parts of them."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return []
     deep = folder.rglob("*.yaml") if folder.name == "experiments" else folder.glob("*.yaml")
     return sorted(file for file in deep if file.parent.name not in ("common", "data"))
@@ -211,6 +220,9 @@ class _Reader:
                 for k, v in node.items()
             }
         if isinstance(node, list):
+            if key and len(node) > MOST_ITEMS:
+                place = f"--{key}: " if file is None else f"{locate(self.where, key)}{plain_key(key)}: "
+                raise ConfigError(f"{place}a list of {len(node)} values; at most {MOST_ITEMS} are taken")
             return [self.expand(v, key=join(key, i), file=file, chain=chain) for i, v in enumerate(node)]
         if isinstance(node, str) and node.endswith(".yaml"):
             return self.file(self._find(node, key, file), key=key, chain=chain)
@@ -224,10 +236,11 @@ class _Reader:
         stop = next((i for i, folder in enumerate(parents) if folder.resolve().name == "experiments"), 0)
         folders = [Path() if file is None else file.parent, *parents[: stop + 1]]
         for folder in folders:
-            if (folder / name).is_file():
+            if is_file(folder / name):
                 return folder / name
-        missing = next((f / name for f in folders if (f / name).parent.is_dir()), self.root / name)
-        there = [file.name for file in missing.parent.glob("*.yaml") if file.is_file()]  # none without a folder
+        missing = next((f / name for f in folders if is_folder((f / name).parent)), self.root / name)
+        beside = missing.parent.glob("*.yaml") if is_folder(missing.parent) else ()
+        there = [file.name for file in beside if file.is_file()]
         raise ConfigError(f"{place}no file {label(missing)}{near(missing.name, there, otherwise='there are')}")
 
     def _parse(self, path: Path, key: str) -> Node:

@@ -1,7 +1,7 @@
 """Fresh answers of the target, made once and kept: part of an experiment's training text.
 
-The file is keyed by everything that decides its content (target, template, prompts, sampling), written turn by turn,
-and goes on where a killed run left it: what was answered is kept, the rest comes out as it would have.
+The file is keyed by everything that decides its content (target, template, prompts, sampling), written answer by
+answer, and goes on where a killed run left it: what was answered is kept, the rest comes out as it would have.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from eagle3_lab.data.records import file_hash
 from eagle3_lab.data.regenerate import ARITHMETIC, answers
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
+from eagle3_lab.held import hold
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import COLDEST
+from eagle3_lab.whole import write_whole
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,13 @@ class Answers:
         """The file of answers, made if it is not there. ``on_answer`` is told each answer's length in tokens.
 
         Raises:
-            UserError: the folder cannot be written, or a prompt is too long for the target.
+            UserError: the folder cannot be written, a prompt is too long for the target, or another process makes the
+                same file.
         """
         place = self.place(target, chat, folder)
         if place.is_file():
             return place
-        unfinished = place.with_suffix(".unfinished")
         questions = self.questions()
-        known = _finished(unfinished)
         ids = [chat.prompt_ids(q.messages()) for q in questions]
         for question, prompt in zip(questions, ids, strict=True):
             if len(prompt) + self.max_new_tokens > target.spec.max_positions:
@@ -91,6 +92,30 @@ class Answers:
                     f"{self.prompts}: prompt {question.id} has {len(prompt)} tokens; with answers.max_new_tokens "
                     f"{self.max_new_tokens} {target.spec.name} has room for {target.spec.max_positions}"
                 )
+        busy = f"{place}: is being written by another process; wait for its end, or end it and run this again"
+        lock = place.with_suffix(".lock")
+        try:
+            with hold(lock, busy):
+                if not place.is_file():  # another process may have finished it between our look and our lock
+                    self._write(target, questions, ids, place, on_answer)
+            lock.unlink(missing_ok=True)  # whoever takes it from now on finds the file and writes nothing
+        except OSError as error:
+            raise UserError(
+                f"{folder}: answers cannot be written ({error.strerror}); free space or set EAGLE3_LAB_CACHE"
+            ) from None
+        return place
+
+    def _write(
+        self,
+        target: HFTarget,
+        questions: Sequence[Prompt],
+        ids: Sequence[Sequence[int]],
+        place: Path,
+        on_answer: Callable[[int], None],
+    ) -> None:
+        """Make the file, behind what a killed run left of it. Raises OSError where that cannot be written."""
+        unfinished = place.with_suffix(".unfinished")
+        known = _finished(unfinished)
         made = answers(
             target,
             ids,
@@ -100,29 +125,20 @@ class Answers:
             seed=self.seed,
             known={i: known[question.id]["tokens"] for i, question in enumerate(questions) if question.id in known},
         )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("a", encoding="utf-8") as file:
-                for answer in made:
-                    record = _record(questions[answer.index], answer.tokens, answer.cut, self.temperature, target)
-                    record["tokens"] = len(answer.tokens)  # in the unfinished file alone
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    file.flush()
-                    on_answer(len(answer.tokens))
-            whole = _finished(unfinished)
-            ordered = [whole[q.id] for q in questions]
-            for record in ordered:
-                del record["tokens"]
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
-            temporary = place.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, place)
-            unfinished.unlink()
-        except OSError as error:
-            raise UserError(
-                f"{folder}: answers cannot be written ({error.strerror}); free space or set EAGLE3_LAB_CACHE"
-            ) from None
-        return place
+        with unfinished.open("a", encoding="utf-8") as file:
+            for answer in made:
+                record = _record(questions[answer.index], answer.tokens, answer.cut, self.temperature, target)
+                record["tokens"] = len(answer.tokens)  # in the unfinished file alone
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+                on_answer(len(answer.tokens))
+        whole = _finished(unfinished)
+        ordered = [whole[q.id] for q in questions]
+        for record in ordered:
+            del record["tokens"]
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
+        write_whole(place, text.encode())
+        unfinished.unlink()
 
 
 def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: float, target: HFTarget) -> dict:

@@ -199,15 +199,11 @@ def _conversation(record: dict[str, Any], place: str, messages: tuple[Message, .
         said[key] = value
     if not 0 <= said.get("temperature", 0) < math.inf:
         raise UserError(f"{place}: temperature is {said['temperature']}; a number from 0 is needed")
-    for key, value in (("id", str(record.get("id", ""))), ("source", said.get("source", ""))):
+    name = str(record.get("id", without_folders(place)))
+    for key, value in (("id", name), ("source", said.get("source", ""))):
         if not whole_characters(value):
             raise UserError(f"{place}: {key} holds half a surrogate pair; whole characters are needed")
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole
-    name = str(record.get("id", without_folders(place)))
-    if not whole_characters(name + said.get("source", "")):
-        raise UserError(f"{place}: id or source holds half a surrogate pair; whole characters are needed")
-    if not 0 <= (said.get("temperature") or 0) < math.inf:
-        raise UserError(f"{place}: temperature is {said['temperature']}; a number from 0 is needed")
     return Conversation(name, messages, **said)

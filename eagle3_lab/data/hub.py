@@ -11,6 +11,7 @@ from typing import Any
 from eagle3_lab.data.fields import Fields
 from eagle3_lab.data.prompts import NOT_STATED, Desk, Prompts, Talk
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.paths import local_path
 
 
 class HubPrompts(Prompts):
@@ -22,7 +23,7 @@ class HubPrompts(Prompts):
         split: of the set.
         config: of the set, where it has several.
         revision: a branch, tag or commit of the set on the hub; with a commit, the same prompts for good.
-        source: what its conversations are called; null: the name.
+        source: what its conversations are called; null: the name, of a local folder without what is above it.
         licence: the terms of the texts, for manifests and cards.
         limit: only the first so many conversations.
 
@@ -44,23 +45,36 @@ class HubPrompts(Prompts):
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be >= 1 or null, got {limit}")
         self.name, self.fields, self.split, self.config, self.revision = name, fields, split, config, revision
-        self.source, self.licence, self.limit = source or name, licence, limit
+        self.licence, self.limit, self._source = licence, limit, source
+
+    @property
+    def source(self) -> str:
+        """What its conversations are called."""
+        return self._source or self._called
+
+    @property
+    def _called(self) -> str:
+        """The name of the set, without the folders that a local one lies in: ids decide what is held out, and must not
+        depend on where it lies."""
+        folder = local_path(self.name)
+        return folder.name if folder.is_dir() else self.name
 
     def talks(self, desk: Desk) -> Iterator[Talk]:
-        rows = _rows(self.name, self.config, self.split, self.revision)
+        rows, called, source = _rows(self.name, self.config, self.split, self.revision), self._called, self.source
         for number, row in enumerate(rows):
             if number == self.limit:
                 return
             if not isinstance(row, dict):
                 raise UserError(f"{self.name}[{number}]: a {type(row).__name__}; a row of named columns is needed")
             place = f"{self.name}[{number}]"
-            yield Talk(self.fields.name(row, place, place), tuple(self.fields.turns(row, place)), self.source)
+            name = self.fields.name(row, place, f"{called}[{number}]")
+            yield Talk(name, tuple(self.fields.turns(row, place)), source)
 
     def identity(self) -> dict[str, Any]:
-        named = {"name": self.name, "config": self.config, "split": self.split, "revision": self.revision}
-        folder = Path(self.name).expanduser()
+        named = {"name": self._called, "config": self.config, "split": self.split, "revision": self.revision}
+        folder = local_path(self.name)
         if folder.is_dir():
-            named |= {"name": folder.name, "files": _folder_hash(folder)}
+            named |= {"files": _folder_hash(folder)}
         return named | {"fields": asdict(self.fields), "source": self.source, "limit": self.limit}
 
     def licences(self) -> dict[str, str]:
@@ -75,7 +89,7 @@ def _rows(name: str, config: str | None, split: str, revision: str | None) -> It
         from datasets.exceptions import DatasetsError
     except ImportError:
         raise UserError(f"{what}: the package datasets is not installed; PromptFiles reads local files") from None
-    folder = Path(name).expanduser()
+    folder = local_path(name)
     datasets.disable_progress_bars()
     try:
         if folder.is_dir() and any((folder / mark).is_file() for mark in ("dataset_dict.json", "state.json")):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.whole import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -155,19 +155,6 @@ class Manifest:
 def shard_file(folder: Path, number: int) -> Path:
     """Where a shard lies."""
     return folder / f"{number:06d}.safetensors"
-
-
-def write_whole(place: Path, data: bytes) -> None:
-    """Write beside the place, sync, rename: what is found under its name is whole. Raises OSError."""
-    temporary = place.with_name(f".{place.name}-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, place)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,6 @@ class Preparation:
         with stage("prompts", "conversations") as s:
             for talk in self.prompts.talks(desk):
                 s.advance()
-                if len(found) == self.limit:
-                    break
                 messages, reason = (questions if self.regenerate else usable_beginning)(talk.messages)
                 dropped = reason if not messages else _repeated(messages, seen, overlap)
                 if dropped:
@@ -213,6 +212,8 @@ class Preparation:
                 names[talk.id] += 1
                 name = talk.id if names[talk.id] == 1 else f"{talk.id}~{names[talk.id]}"
                 found.append(Talk(name, messages, talk.source))
+                if len(found) == self.limit:  # before another is asked for: a target may have to write it first
+                    break
         if not found:
             raise UserError(f"prepare.prompts: nothing usable ({report}); other prompts are needed")
         return found
@@ -254,6 +255,7 @@ class Preparation:
                 s.advance(1, tokens=tokens)
 
             converse(held, chat, ByTarget(target, chat.end_of_turn, 0.0), room, kept, "answers held out", on_answer)
+            load = cache(load)  # once for both parts
             for name, some, temperature in (("greedy", greedy, 0.0), ("drawn", drawn, sampling.temperature)):
                 if some and self.regenerate:
                     answerer = self._answerer(target, chat, load, temperature)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from eagle3_lab.data.dialogue import Dialogue
 from eagle3_lab.data.prompts import NOT_STATED, Talk
 from eagle3_lab.errors import UserError
+from eagle3_lab.whole import write_whole
 
 
 def answered(dialogues: Sequence[Dialogue], temperature: float, split: str) -> list[dict[str, Any]]:
@@ -93,12 +93,7 @@ def require_whole(file: Path) -> None:
 
 def put(place: Path, text: str) -> None:
     """Write a file whole or not at all. Raises UserError where that cannot be written."""
-    temporary = place.with_name(f".{place.name}-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, place)
+        write_whole(place, text.encode())
     except OSError as error:
         raise UserError(f"{place}: cannot be written ({error.strerror}); free space, or set EAGLE3_LAB_CACHE") from None

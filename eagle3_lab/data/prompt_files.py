@@ -11,6 +11,7 @@ from eagle3_lab.data.fields import Fields
 from eagle3_lab.data.prompts import NOT_STATED, Desk, Prompts, Talk
 from eagle3_lab.data.records import PACKAGE, file_hash, records, without_folders
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import local_path
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json")
 
@@ -66,8 +67,7 @@ class PromptFiles(Prompts):
         return {self.source: self.licence}
 
     def _files(self) -> list[str]:
-        folder = Path(self.path).expanduser()
-        if self.path.startswith(PACKAGE) or not folder.is_dir():
+        if self.path.startswith(PACKAGE) or not (folder := local_path(self.path)).is_dir():
             return [self.path]
         found = sorted(
             str(file)

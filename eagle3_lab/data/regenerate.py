@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3_lab.data import forwards
 from eagle3_lab.data.drawing import draw
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.adapter import HFSession, HFTarget
-from eagle3_lab.types import PADDING, Needs, Tree
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.types import PADDING, Needs
 
 ARITHMETIC = 2
 """Raised whenever the same prompts may be answered with other last bits than before; kept answers are keyed by it."""
@@ -130,9 +131,9 @@ class _Side:
             prompts = [self._prompts[one.index] for one in some]
             begin += size
             if all(one.known is not None for one in some):
-                _hold(self._session, into, prompts)
+                forwards.hold(self._session, into, prompts)
             else:
-                logits = _prefill(self._target, self._session, into, prompts)
+                logits = forwards.prefill(self._target, self._session, into, prompts)
                 self._token[into] = self._draw(logits, some)
             for row, one in zip(into, some, strict=True):
                 self._live[row] = one
@@ -143,14 +144,14 @@ class _Side:
         """One token more for every row; the answers that end with it."""
         active = torch.tensor([one is not None for one in self._live], device=self._target.device)
         if any(one is not None and one.known is None for one in self._live):
-            logits = _step(self._session, self._token, active)
+            logits = forwards.step(self._session, self._token, active)
             self._token = self._draw(logits, self._live)
         else:
-            _pass(self._session, active)
+            forwards.skip(self._session, active)
         finished = self._hear(range(len(self._live)))
         self._steps += 1
         if self._steps % SETTLE_EVERY == 0:
-            _settle(self._session, active)
+            forwards.settle(self._session, active)
         return finished
 
     def _draw(self, logits: Float[Tensor, "n V"], live: Sequence[_Live | None]) -> Int[Tensor, " n"]:
@@ -199,59 +200,6 @@ def hash_seed(seed: int, index: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return (x ^ (x >> 31)) >> 1
-
-
-# Inference mode is entered in here: on a generator it would last while its consumer runs, or not at all where a type
-# checker has wrapped the generator.
-
-
-@torch.inference_mode()
-def _prefill(
-    target: HFTarget, session: HFSession, rows: Sequence[int], prompts: Sequence[Sequence[int]]
-) -> Float[Tensor, "n V"]:
-    """Read n prompts in one forward and put their keys into ``rows``; the logits after each."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        ids[i, : len(prompt)] = torch.tensor(prompt)
-    beside = target.open(len(prompts), ids.shape[1], Needs(logits=True))
-    logits = beside.prefill(ids.to(target.device), lengths.to(target.device)).logits[:, 0]
-    for i, row in enumerate(rows):
-        session.cache.adopt(row, beside.cache, i)
-    return logits
-
-
-@torch.inference_mode()
-def _step(session: HFSession, token: Int[Tensor, " B"], active: Bool[Tensor, " B"]) -> Float[Tensor, "B V"]:
-    """One forward of one token a row; idle rows are scored and dropped."""
-    zero = torch.zeros_like(token)
-    token = token.clamp(min=0)  # where an idle row's logits are NaN
-    tree = Tree(token[:, None], zero[:, None], torch.ones_like(token, dtype=torch.bool)[:, None])
-    logits = session.score(tree).logits[:, 0]
-    session.cache.advance(active.long(), bound=1)  # a single node lies where it belongs: nothing to move
-    return logits
-
-
-@torch.inference_mode()
-def _hold(session: HFSession, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-    """Leave the room in ``rows`` that :func:`_prefill` would fill."""
-    lengths = [len(prompt) for prompt in prompts]
-    session.cache.lengths[list(rows)] = torch.tensor(lengths, device=session.cache.lengths.device)
-    session.cache.bound = max(session.cache.bound, *lengths)
-
-
-@torch.inference_mode()
-def _pass(session: HFSession, active: Bool[Tensor, " B"]) -> None:
-    """Leave the room that :func:`_step` would fill."""
-    session.cache.view(1)  # looks at the longest row where a step would
-    session.cache.advance(active.long(), bound=1)
-
-
-@torch.inference_mode()
-def _settle(session: HFSession, active: Bool[Tensor, " B"]) -> None:
-    """Empty the idle rows, so that they hold the view open no longer, and look at the longest row."""
-    session.cache.lengths[~active] = 0
-    session.cache.settle()
 
 
 def _generator(seed: int, number: int) -> torch.Generator:

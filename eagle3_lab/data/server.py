@@ -223,7 +223,7 @@ def _is_here(host: str) -> bool:
 def _token(file: Path) -> str:
     try:
         lines = file.expanduser().read_text("utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # no such file; no such home; not UTF-8
         raise UserError(f"server.key_file: {file} cannot be read ({type(error).__name__})") from None
     if not lines or not lines[0].isascii():
         raise UserError(f"server.key_file: {file} holds no token")

@@ -29,8 +29,9 @@ from jaxtyping import Float, Int, Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eagle3_lab.data.manifest import Contents, Manifest, refuse_other, shard_file, write_whole
+from eagle3_lab.data.manifest import Contents, Manifest, refuse_other, shard_file
 from eagle3_lab.errors import UserError
+from eagle3_lab.whole import write_whole
 
 
 def write_shard(

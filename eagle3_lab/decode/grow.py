@@ -51,7 +51,8 @@ class StaticTree(Drawable):
     stand before it, more than `MOST_NODES` nodes or `MOST_LEVELS` levels.
     """
 
-    def __init__(self, choices: list[list[int]]) -> None:
+    # A YAML's list is read as tuples, the first of the two: in a list of lists each is checked beside a copy of all.
+    def __init__(self, choices: tuple[tuple[int, ...], ...] | list[list[int]]) -> None:
         if not choices:
             raise ValueError("choices must name at least one node, got []")
         if len(choices) >= MOST_NODES:

@@ -25,6 +25,7 @@ class MethodSpeed:
     ``seconds`` a median answer took."""
 
     name: str
+    lossless: bool
     nodes: int
     tau: float
     cycle: Cycle
@@ -85,7 +86,7 @@ def as_json(table: BenchTable) -> str:
 
 
 def as_text(table: BenchTable) -> str:
-    """Three small tables; milliseconds."""
+    """Small tables, a line each; milliseconds."""
     lines = [table.setting, f"head: {table.head}", "", f"cost of n nodes behind {table.context} tokens, ms (medians)"]
     lines += _rows(
         ["n", "forward", "verify", "host"],
@@ -100,7 +101,7 @@ def as_text(table: BenchTable) -> str:
         ["method", "nodes", "tau", "draft", "verify", "host", "over %", "predicted", "measured", "off %", "x vanilla"],
         [
             [
-                m.name,
+                m.name if m.lossless else f"{m.name} (lossy)",
                 str(m.nodes),
                 f"{m.tau:.2f}",
                 *(_ms(s) for s in (m.cycle.draft, m.cycle.verify, m.cycle.host)),

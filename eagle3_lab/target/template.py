@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib import resources
-from pathlib import Path
 
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.paths import local_path
 
 PACKAGED = "package:"
 
@@ -14,7 +14,7 @@ def read_template(name: str) -> str:
     """The text of a template: ``package:vicuna``, ``package:llama3_eagle``, ``package:deepseek_r1``, or a Jinja file.
 
     Raises:
-        UserError: no such file or name.
+        UserError: no such file or name, or a file that cannot be read as text.
     """
     if name.startswith(PACKAGED):
         folder = resources.files("eagle3_lab") / "resources" / "templates"
@@ -22,7 +22,11 @@ def read_template(name: str) -> str:
         if name not in there:
             raise UserError(f"target.chat_template: unknown name {name!r}{near(name, there)}")
         return there[name].read_text(encoding="utf-8")
-    path = Path(name).expanduser()
+    path = local_path(name)
     if not path.is_file():
         raise UserError(f"target.chat_template: no file {name}; a Jinja file, or {PACKAGED} and a name")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"target.chat_template: {name} cannot be read ({said}); a Jinja file is needed") from None

@@ -19,6 +19,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
+from torch._inductor import config as inductor
 
 from eagle3_lab.commands.files import require_place
 from eagle3_lab.draft.loss import UnrolledLoss
@@ -118,7 +119,16 @@ def test_answers_too_short_to_draft_from_are_refused(bench: Bench, tmp_path: Pat
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     whole.write_text(json.dumps(record | {"cut": False}))
     cut.write_text(json.dumps(record | {"cut": True}))
-    words = ("--data.held_out", "0", "--evaluate", "null", "--dry-run", "--data.path")
+    words = (
+        "--data.held_out",
+        "0",
+        "--evaluate",
+        "null",
+        "--dry-run",
+        "--trainer.val_check_interval",
+        "1",
+        "--data.path",
+    )
     assert "no row can be trained on with mask 'drafted'" in refused(bench, *words, str(cut))
     assert bench.run("fit", *words, str(whole)).code == 0
 
@@ -197,6 +207,15 @@ def test_parts_that_do_not_go_together_are_refused_before_training(
 def test_losses_that_all_weigh_nothing_are_refused(bench: Bench) -> None:
     line = refused(bench, "--model.losses.0.weight", "0")
     assert line == "model: losses must hold a term with a positive weight, got ['SoftCE']"
+
+
+@pytest.mark.parametrize("verb", ["fit", "bench train"])
+def test_a_loss_that_cannot_be_compiled_is_told_before_the_target_is_loaded(bench: Bench, verb: str) -> None:
+    with inductor.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        ran = bench.run(verb, "--model.compile", "true", "--target.device", "cpu")
+    assert (ran.code, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith("model.compile: true, but torch could not compile on this machine (No working C++")
 
 
 # ----------------------------------------------------------------------------------------------------- the measurements

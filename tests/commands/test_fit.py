@@ -219,6 +219,8 @@ def test_a_dry_run_estimates_and_writes_and_trains_nothing(
     ran = bench.run("fit", "--dry-run", "--answers.prompts", str(tmp_path / "prompts.jsonl"))
     assert ran.code == 0
     assert "training: 6 steps of 1 batches" in ran.out
+    half = bench.run("fit", "--dry-run", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "3")
+    assert "training: 3 steps of 1 batches" in half.out, "the pass ends before the sixth step"
     for line in ("data: ", "training: ", "head: ", "disk: "):
         assert f"\n{line}" in f"\n{ran.out}"
     assert not bench.folder.exists()

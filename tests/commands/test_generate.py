@@ -265,6 +265,10 @@ def test_a_temperature_draws_and_a_seed_repeats(untrained: Path, capsys: pytest.
         (["abc", "--max-new-tokens", "0"], "--max-new-tokens: must be >= 1, got 0"),
         (["abc", "--temperature", "-1"], "--temperature: temperature must be finite and >= 0, got -1.0"),
         (["abc", "--checkpoint-path", "nowhere.ckpt"], "checkpoint: no file nowhere.ckpt; train one with `fit`"),
+        (
+            ["abc", "--method", "lookup", "--checkpoint-path", "x.ckpt"],
+            "--checkpoint-path: x.ckpt holds a head, and lookup proposes with none of this experiment's; choose",
+        ),
         (["a" * 300, "--method", "vanilla"], "leaves no room for an answer in the target's context of 256"),
     ],
 )

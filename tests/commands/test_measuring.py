@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from tiny import TinyLab
 import eagle3_lab
 from eagle3_lab import load
 from eagle3_lab.commands.measuring import open_journal
+from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.evaluation import _Player
+from eagle3_lab.journal import Place, Turn
 from eagle3_lab.tracking import store_uri
 
 EXPERIMENT = """\
@@ -152,6 +154,23 @@ def test_one_task_under_one_law_closes_as_plainly_as_ever(plain: Bench) -> None:
     assert children[0].data.metrics["T0/one/tau"] == run.data.metrics["eval/tau/itself"]
 
 
+def test_who_answers_first_changes_from_prompt_to_prompt_and_from_law_to_law(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: dict[Place, list[str]] = {}
+    answer = _Player.answer
+
+    def seen(player: _Player, place: Place, prompt: Prompt, seed: int) -> Iterator[Turn]:
+        order.setdefault(place, []).append(player.name)
+        return answer(player, place, prompt, seed)
+
+    monkeypatch.setattr(_Player, "answer", seen)
+    ran = plain.run("evaluate", "--evaluate.methods", "{pld: PromptLookup}", "--evaluate.max_new_tokens", "2")
+    assert ran.code == 0, ran.err
+    first, second = ["vanilla", "pld"], ["pld", "vanilla"]
+    assert list(order.values()) == [first, second, second, first] * 2, "two laws, and four prompts"
+
+
 def test_plain_decoding_under_a_name_of_its_own_is_a_method_like_any_other(plain: Bench) -> None:
     words = ("--evaluate.laws", "null", "--evaluate.methods", "{again: Vanilla}", "--evaluate.other_dtype", "float64")
     ran = plain.run("evaluate", *words, "--json", str(plain.yaml.with_name("table.json")))
@@ -161,6 +180,7 @@ def test_plain_decoding_under_a_name_of_its_own_is_a_method_like_any_other(plain
     assert rows == [("vanilla", "float32"), ("vanilla", "float64"), ("again", "float32")]
     (again,) = [o for o in table["overall"] if o["name"] == "again"]
     assert again["tau"]["value"] == 1 and again["speedup"]["value"] != 1
+    assert [o["speedup"]["value"] for o in table["overall"] if o["name"] == "vanilla"] == [1, 1], "each over itself"
     best = [o["speedup_fastest"]["value"] for o in table["overall"] if o["name"] == "vanilla"]
     assert 1 in best, "the fastest vanilla is a vanilla, however fast the method"
 

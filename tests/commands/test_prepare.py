@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -222,6 +223,36 @@ def test_what_no_prepare_wrote_is_never_overwritten(tiny: TinyLab, tmp_path: Pat
     output = tmp_path / "o.jsonl"
     for _ in range(2):  # its own file may be written anew
         assert run("prepare", str(file), "--output", str(output)).code == 0
+
+
+def test_an_output_of_nothing_is_refused_before_the_target_is_loaded(tiny: TinyLab, tmp_path: Path) -> None:
+    file = experiment(tiny, tmp_path, messages_jsonl(tmp_path))
+    ran = run("prepare", str(file), "--prepare", "null", "--data.path", str(tiny.data), "--output", "o.jsonl")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "--output: o.jsonl: nothing is prepared here; a prepare section is needed\n"
+
+
+def test_an_output_that_another_prepare_writes_is_left_alone(tiny: TinyLab, tmp_path: Path) -> None:
+    file = experiment(tiny, tmp_path, files(write(tmp_path / "m.jsonl", [asked(q) for q in QUESTIONS])))
+    output, link = tmp_path / "out" / "o.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(output)
+    words = [sys.executable, "-m", "eagle3_lab", "prepare", str(file), "--output", str(output)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        while not list(output.parent.glob(".*.lock")) and first.poll() is None:
+            time.sleep(0.005)
+        time.sleep(0.05)  # between making the file and locking it
+        first.send_signal(signal.SIGSTOP)
+        try:
+            assert not output.exists(), "it was stopped at work"
+            for name in (output, link):
+                ran = run("prepare", str(file), "--output", str(name))
+                assert (ran.code, ran.out) == (2, "")
+                assert ran.complaints == [
+                    f"--output: {name} is being written by another process; wait for its end, or name another file"
+                ]
+        finally:
+            first.kill()
+    assert run("prepare", str(file), "--output", str(output)).code == 0, "a lock ends with its process"
 
 
 def test_a_finished_file_that_lost_lines_is_not_taken_for_whole(tiny: TinyLab, tmp_path: Path) -> None:

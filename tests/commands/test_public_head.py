@@ -16,6 +16,8 @@ from tiny import HIDDEN, LAYERS, VOCAB, TinyLab
 
 from eagle3_lab import checkpoint, load
 from eagle3_lab.__main__ import main
+from eagle3_lab.commands import inputs
+from eagle3_lab.commands.bench_decode import _head
 from eagle3_lab.formats.write_official import write
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -43,6 +45,18 @@ def test_a_trained_head_measures_the_same_as_a_public_one(
     ran = bench.run("generate", "ab", "--model.public", str(published), "--max-new-tokens", "6")
     assert ran.code == 0
     assert "tau" in ran.err
+
+
+def test_a_bench_measures_the_public_head_and_says_so(
+    finished: tuple[Bench, Ran], bench: Bench, published: Path
+) -> None:
+    experiment = load(str(bench.yaml), f"model.public={published}")
+    target = inputs.load_target(experiment)
+    inputs.build_data(experiment, target, answer=False)
+    head, said = _head(experiment, target, None)
+    assert said == str(published), "and not that it is untrained"
+    trained = checkpoint.read(finished[0].work() / "draft.ckpt")["state_dict"]
+    torch.testing.assert_close(head.source.state_dict()["fc.weight"], trained["source.fc.weight"])
 
 
 def test_training_goes_on_from_a_public_head_and_is_then_what_is_measured(bench: Bench, published: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(target: HFTarget, chat: Chat, as
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
         choice(asked).make(target, chat, folder, kill_after(4))
-    (unfinished,) = folder.iterdir()
+    (unfinished,) = folder.glob("*.unfinished")
     written = unfinished.read_bytes()
     assert written.count(b"\n") == 4 and "ö".encode() in written
     ends = [i + 1 for i, byte in enumerate(written) if byte == ord("\n")]
@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(target: HFTarget, chat: Chat, as
 def test_a_kill_at_any_byte_leaves_the_whole_lines(target: HFTarget, chat: Chat, asked: str, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         choice(asked).make(target, chat, tmp_path / "killed", kill_after(3))
-    (unfinished,) = (tmp_path / "killed").iterdir()
+    (unfinished,) = (tmp_path / "killed").glob("*.unfinished")
     written = unfinished.read_bytes()
     for size in range(len(written) + 1):
         unfinished.write_bytes(written[:size])
@@ -219,6 +219,23 @@ def test_no_finished_file_stands_before_the_last_answer(
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
+
+
+def test_answers_that_another_process_is_writing_are_left_alone(
+    target: HFTarget, chat: Chat, asked: str, tmp_path: Path
+) -> None:
+    straight = choice(asked).make(target, chat, tmp_path / "straight")
+    tried: list[int] = []
+
+    def another(tokens: int) -> None:
+        with pytest.raises(UserError, match=r"\.jsonl: is being written by another process; wait for its end"):
+            choice(asked).make(target, chat, tmp_path / "made")
+        tried.append(tokens)
+
+    made = choice(asked).make(target, chat, tmp_path / "made", another)
+    assert len(tried) == len(QUESTIONS)
+    assert made.read_bytes() == straight.read_bytes()
+    assert choice(asked).make(target, chat, tmp_path / "made", another) == made, "what is finished needs no lock"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(target: HFTarget, chat: Chat, asked: str, tmp_path: Path) -> None:

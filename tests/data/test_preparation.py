@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data import preparation
 from eagle3_lab.data.chat import Chat
+from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.dialogue import WAVES, ByTarget, Dialogue, Room, Said, _batches
 from eagle3_lab.data.journal import journal
 from eagle3_lab.data.preparation import Preparation, Sampling
 from eagle3_lab.data.prepared import manifest_of
 from eagle3_lab.data.prompt_files import PromptFiles
-from eagle3_lab.data.prompts import Desk
+from eagle3_lab.data.prompts import Desk, Talk
 from eagle3_lab.data.self_written import SelfWritten, user_opening
 from eagle3_lab.data.server import Server
 from eagle3_lab.data.tasks import Task
@@ -156,6 +157,12 @@ def test_the_answers_are_those_of_the_target_after_the_ids_that_were_served(
             assert record["messages"][i]["content"] == text
 
 
+def test_every_turn_of_a_conversation_draws_anew_and_the_same_again(target: HFTarget, chat: Chat) -> None:
+    answerer, room = ByTarget(target, chat.end_of_turn, 1.0, seed=3), Room(8, 1, 100, 128)
+    said = [list(answerer.answer([[5, 6, 7]], [0], turn, 1, room, {})) for turn in (0, 1, 0)]
+    assert said[0] == said[2] != said[1]
+
+
 def test_batches_are_by_length_and_hold_what_fits() -> None:
     room = Room(max_new_tokens=4, rows=2, batch_tokens=20, max_positions=50)
     ids = [[0] * n for n in (2, 3, 5, 6, 7, 9)] * 3
@@ -214,7 +221,8 @@ def test_the_training_part_alone_is_answered_in_another_dtype(
         loaded.append(dtype)
         return target
 
-    choice(asked, dtype=torch.bfloat16).make(target, chat, tmp_path / "a", load)
+    sampling = {"greedy_share": 0.5}  # greedy and drawn ones are answered by one
+    choice(asked, dtype=torch.bfloat16, sampling=sampling).make(target, chat, tmp_path / "a", load)
     choice(asked, dtype=torch.float32).make(target, chat, tmp_path / "b", load)
     assert loaded == [torch.bfloat16]
 
@@ -258,6 +266,20 @@ def test_the_key_tells_whatever_decides_the_file(target: HFTarget, chat: Chat, a
 def test_wrong_options_are_named(wrong: Callable[[PromptFiles], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong(PromptFiles("x"))
+
+
+def test_no_more_conversations_are_asked_for_than_the_limit_wants(
+    target: HFTarget, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talks(*_: object) -> Iterator[Talk]:
+        for i, text in enumerate(["", "one", "two"]):  # the first cannot be used
+            yield Talk(f"q{i}", ({"role": "user", "content": text},), "asked")
+        pytest.fail("a target would have been made to write another batch")
+
+    monkeypatch.setattr(PromptFiles, "talks", talks)
+    with journal(tmp_path / "j") as kept:
+        found = choice(asked, limit=2)._talks(Desk(target, kept), Report("prompts"))
+    assert [one.id for one in found] == ["q1", "q2"]
 
 
 def test_nothing_usable_and_nothing_to_train_on_are_one_line(

@@ -95,6 +95,13 @@ def test_a_fault_is_told_with_file_and_line(tmp_path: Path, line: object, messag
     assert "\n" not in str(told.value)
 
 
+def test_a_path_that_can_be_none_here_is_told_in_one_line() -> None:
+    for source in (PromptFiles("~nobody-of-this-name/p.jsonl"), HubPrompts("~nobody-of-this-name/set", Fields())):
+        for ask in (source.identity, lambda source=source: read(source)):
+            with pytest.raises(UserError, match=r"^~nobody-of-this-name/\S+: is no path here"):
+                ask()
+
+
 def test_a_fault_in_a_folder_is_told_with_the_path_below_it(tmp_path: Path) -> None:
     (tmp_path / "all" / "b").mkdir(parents=True)
     write(tmp_path / "all" / "a.jsonl", USER)
@@ -194,6 +201,19 @@ def test_a_folder_of_data_files_is_a_set(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     rows().to_parquet(str(tmp_path / "set" / "train-00000.parquet"))
     assert len(read(HubPrompts(str(tmp_path / "set"), Fields(messages="talk")))) == 3
+
+
+def test_a_local_set_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
+    places = [tmp_path / "here", tmp_path / "there" / "deeper"]
+    for place in places:
+        (place / "set").mkdir(parents=True)
+        rows().to_parquet(str(place / "set" / "train-0.parquet"))
+    first, second = (HubPrompts(str(place / "set"), Fields(messages="talk")) for place in places)
+    assert read(first) == read(second)
+    assert [talk.id for talk in read(first)] == ["set[0]", "set[1]", "set[2]"], "which decide what is held out"
+    assert first.identity() == second.identity()
+    assert first.licences() == {"set": "not stated"}
+    assert HubPrompts(str(tmp_path / "none"), Fields()).source == str(tmp_path / "none"), "a hub's name has a slash too"
 
 
 def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def fake() -> Iterator[Fake]:
 
 
 def ask(
-    fake: Fake, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]] = PROMPTS, **more: Any
+    fake: Fake, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]] = PROMPTS, turn: int = 1, **more: Any
 ) -> tuple[list[Said], list[float]]:
     """The answers, and how long it would have waited between tries."""
     waits: list[float] = []
     by = ByServer(Server(fake.url, **more), tokenizer, 0.7, 0.9, seed=3, wait=waits.append)
-    made = dict(by.answer(prompts, range(len(prompts)), 1, 8, ROOM, {}))
+    made = dict(by.answer(prompts, range(len(prompts)), turn, 8, ROOM, {}))
     return [made[i] for i in range(len(prompts))], waits
 
 
@@ -49,6 +49,9 @@ def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake, chat
     fake.seen.clear()
     ask(fake, chatml)
     assert {body["prompt"][0]: body["seed"] for body in fake.asked()} == seeds
+    fake.seen.clear()
+    ask(fake, chatml, turn=2)
+    assert not {body["seed"] for body in fake.asked()} & set(seeds.values()), "another turn draws anew"
 
 
 def test_an_answer_that_ran_out_of_tokens_is_cut(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
@@ -86,8 +89,9 @@ def test_a_key_is_sent_where_a_file_names_it(fake: Fake, chatml: PreTrainedToken
     (tmp_path / "key").write_text("abc\n")
     ask(fake, chatml, key_file=tmp_path / "key")
     assert {headers["Authorization"] for _, headers, _ in fake.seen} == {"Bearer abc"}
-    with pytest.raises(UserError, match=r"server\.key_file: .*none cannot be read"):
-        ask(fake, chatml, key_file=tmp_path / "none")
+    for missing in (tmp_path / "none", Path("~nobody-of-this-name/key")):
+        with pytest.raises(UserError, match=rf"server\.key_file: {missing} cannot be read"):
+            ask(fake, chatml, key_file=missing)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

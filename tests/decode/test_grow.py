@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagle3_lab.config import ConfigError, load
 from eagle3_lab.decode.grow import Chain, DynamicTree, McSim7b63, StaticTree
 from eagle3_lab.decode.growth import Grow, top
+from eagle3_lab.decode.methods import HeadTree
 from eagle3_lab.types import Tree
 
 Draft = Callable[[tuple[int, ...]], Tensor]  # path of draft ids below the root -> log-probabilities [Vd]
@@ -183,6 +186,27 @@ def test_the_largest_shapes_are_made_without_a_search_for_every_node() -> None:
     assert plan.parents.tolist() == [0, *range(1024)]
     assert plan.levels[-2].visible.shape == (1, 1023)
     assert plan.levels[-2].visible.all(), "the last row that is run sees all above it"
+
+
+def test_a_large_static_tree_is_read_from_a_file_in_seconds(tmp_path: Path) -> None:
+    paths = [[n] for n in range(600)] + [[n, 0] for n in range(600)]
+    file = tmp_path / "tree.yaml"
+    file.write_text(f"grow: {{class_path: StaticTree, init_args: {{choices: {paths}}}}}")
+    begin = time.process_time()
+    made = load(file, into=HeadTree)
+    assert time.process_time() - begin < 8, "the time grows with the square of the paths"
+    assert isinstance(made.grow, StaticTree)
+    assert made.grow.nodes == 1201
+
+
+def test_a_list_that_no_tree_takes_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "tree.yaml"
+    file.write_text(f"grow:\n  class_path: StaticTree\n  init_args:\n    choices: {[[n] for n in range(4097)]}")
+    with pytest.raises(ConfigError, match=r"tree\.yaml:4: grow\.choices: a list of 4097 values; at most 4096"):
+        load(file, into=HeadTree)
+    file.write_text("grow: {class_path: StaticTree, init_args: {choices: [[0]]}}")
+    with pytest.raises(ConfigError, match=r"^--grow\.choices: a list of 4100 values; at most 4096 are taken$"):
+        load(file, f"grow.choices={[[n] for n in range(4100)]}", into=HeadTree)
 
 
 @pytest.mark.parametrize(

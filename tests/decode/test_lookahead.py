@@ -218,15 +218,20 @@ def test_a_window_token_past_the_context_completes_no_n_gram() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [((0, 5, 7), "window must be >= 1, got 0"), ((7, 1, 7), "ngram must be >= 2, got 1"),
+    [((0, 5, 7), "window must be >= 1, got 0"), ((7, 1, 7), "ngram must lie in 2 .. 293 with window 7 and guesses 7"),
      ((7, 5, 0), "guesses must be >= 1, got 0"),
      ((10**9, 5, 7), "window must be at most 512, got 1000000000"),
      ((7, 5, 10**9), "guesses must be at most 512, got 1000000000"),
-     ((7, 10**9, 7), "ngram must be at most 293, got 1000000000"), ((512, 6, 512), "ngram must be at most 5, got 6")],
+     ((7, 10**9, 7), "ngram must lie in 2 .. 293 with window 7 and guesses 7 .*, got 1000000000"),
+     ((512, 6, 512), r"ngram must lie in 2 .. 5 with window 512 and guesses 512 \(.*4096 nodes.*\), got 6$")],
 )  # fmt: skip
 def test_wrong_options_are_refused_when_the_yaml_is_read(options: tuple[int, int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LookaheadMethod(*options)
+
+
+def test_the_longest_ngram_that_is_named_is_taken() -> None:
+    assert LookaheadMethod(512, 5, 512).levels == 4 and LookaheadMethod(7, 293, 7).levels == 292
 
 
 def test_the_defaults_are_the_public_ones() -> None:

@@ -114,3 +114,11 @@ def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_template("package:vicunna")
     with pytest.raises(UserError, match=r"target\.chat_template: no file .*none\.jinja"):
         read_template(str(tmp_path / "none.jinja"))
+
+
+def test_a_template_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(UserError, match=r"target\.chat_template: .*latin\.jinja cannot be read \(not UTF-8\)"):
+        read_template(str(tmp_path / "latin.jinja"))
+    with pytest.raises(UserError, match=r"^~nobody-of-this-name/x\.jinja: is no path here"):
+        read_template("~nobody-of-this-name/x.jinja")

@@ -68,7 +68,12 @@ class Lookahead(Proposer):
     ) -> None:
         require_size("window", window, MOST_COLUMNS)
         require_size("guesses", guesses, MOST_COLUMNS)
-        require_size("ngram", ngram, 1 + MOST_NODES // (window + guesses), least=2)
+        if ngram < 2 or (window + guesses) * (ngram - 1) > MOST_NODES:
+            most = 1 + MOST_NODES // (window + guesses)
+            raise ValueError(
+                f"ngram must lie in 2 .. {most} with window {window} and guesses {guesses} (at most {MOST_NODES} nodes "
+                f"a round), got {ngram}"
+            )
         self.nodes = (window + guesses) * (ngram - 1)
         self._columns, self._levels, self._guesses = window, ngram - 1, guesses
         self._follows, self._end_tokens = follows, tuple(end_tokens)
