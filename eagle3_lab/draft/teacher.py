@@ -111,7 +111,7 @@ def _taught(
     widened: int | None,
 ) -> Teacher:
     """``head``'s logits of ``at_once`` rows at a time, ``widened`` of which become laws together; ``known`` says of
-    such rows and logits what those of the draft vocabulary and the summary of all are. All laws are written to one array."""
+    such rows and logits what those of the draft vocabulary and the summary of all are. All laws go to one array."""
     p, parts = None, []
     for begin in range(0, max(top.shape[0], 1), max(at_once, 1)):
         with torch.autocast(top.device.type, enabled=False):  # the target's head in the target's own dtype
