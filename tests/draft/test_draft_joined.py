@@ -202,15 +202,18 @@ def test_a_document_in_blocks_is_the_document(positions: int, monkeypatch: pytes
 
 
 def test_blocks_are_smaller_where_their_scores_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, keys = torch.zeros(2, 3 * 100, 4), torch.zeros(2, 100, 4)
-    assert [seen.stop for _, seen, _ in blocked._blocks(q, keys)] == [100]
+    q, keys = torch.zeros(2, 3 * 100, 4, dtype=torch.bfloat16), torch.zeros(2, 100, 4)
+    assert [block.keys.stop for block in blocked._blocks(q, keys, 1)] == [100]
     monkeypatch.setattr(blocked, "BLOCK_BYTES", 4 * 2 * 3 * 100 * 25)  # the scores of 25 positions
-    found = list(blocked._blocks(q, keys))
-    assert [seen.stop for _, seen, _ in found] == [25, 50, 75, 100]
-    rows, _, last = found[1]
-    assert (rows.start, rows.stop) == (75, 150) and last.tolist() == [x for x in range(25, 50) for _ in range(3)]
+    found = list(blocked._blocks(q, keys, 2))
+    assert [block.keys.stop for block in found] == [25, 50, 75, 100]
+    assert (found[1].rows.start, found[1].rows.stop) == (75, 150)
+    assert found[1].last.tolist() == [x for x in range(25, 50) for _ in range(3)]
+    assert [(x.shape, x.dtype) for x in (*found[1].wide, *found[1].narrow)] == [
+        ((2, 75, 50), dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+    ]
     monkeypatch.setattr(blocked, "BLOCK_BYTES", 1)
-    assert max(last.shape[0] // 3 for _, _, last in blocked._blocks(q, keys)) == 15  # of at most 16, and equal
+    assert max(block.last.shape[0] // 3 for block in blocked._blocks(q, keys, 1)) == 15  # of at most 16, and equal
 
 
 def test_blocks_in_bfloat16_are_at_least_as_near_the_truth_as_the_flash_kernel() -> None:
