@@ -2,8 +2,8 @@
 
 torch's flash kernel for the CPU multiplies tiles of 64 rows, one head at a time. Here all query heads of a key head
 are rows of one product, and what lies between products is one pass (:mod:`eagle3_lab.fusing`): compiled it is the
-faster way, forward and backward (NOTES.md). Scores are float32 products whatever the inputs are, as the kernel's; weights meet
-values and gradients in the inputs' dtype.
+faster way, forward and backward (NOTES.md). Scores are float32 products whatever the inputs are, as the kernel's;
+weights meet values and gradients in the inputs' dtype.
 """
 
 from __future__ import annotations
