@@ -45,14 +45,14 @@ def is_fusing() -> bool:
 
 def fusible(shapes: Literal["few", "any"]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a function of tensors, numbers and modules, without branches on what tensors hold. Its first call while
-    fusing takes some seconds, and so do the first ones with other formats. ``shapes``: "few" is compiled for the
-    sizes that it meets, until one of them changes, "any" for any sizes from the first call on (but for sizes of 1,
-    which torch takes apart).
+    fusing takes some seconds, and so do the first ones with other formats. ``shapes``: "few" is compiled for each of
+    the sizes that it meets, so that what it gives never depends on those before; "any" once for all sizes (but for
+    those of 1, which torch takes apart).
 
     Raises:
         UserError: from that call, where compiling fails, as it does without a compiler for C++.
     """
-    dynamic = {"few": None, "any": True}[shapes]
+    dynamic = {"few": False, "any": True}[shapes]
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -65,7 +65,7 @@ def fusible(shapes: Literal["few", "any"]) -> Callable[[Callable[P, R]], Callabl
 
 
 @cache
-def _compiled(function: Callable[P, R], dynamic: bool | None) -> Callable[P, R]:
+def _compiled(function: Callable[P, R], dynamic: bool) -> Callable[P, R]:
     from torch._dynamo import config  # a second of imports, for those who compile
 
     config.recompile_limit = max(config.recompile_limit, COMPILED)

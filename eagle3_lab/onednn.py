@@ -25,8 +25,9 @@ CPUINFO = Path("/proc/cpuinfo")
 def float32_products() -> AbstractContextManager[object]:
     """While this is active, float32 linear layers on the CPU multiply forward and backward by oneDNN, where that is
     the faster way on this machine. Decided by the processor's name and not by a clock: the same seed gives the same
-    run."""
-    return OneDNN() if outdoes_mkl() else nullcontext()
+    run. Under autocast there are none, and every operation is spared the question."""
+    narrow = torch.is_autocast_enabled("cpu")
+    return OneDNN() if outdoes_mkl() and not narrow else nullcontext()
 
 
 @cache

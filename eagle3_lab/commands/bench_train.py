@@ -18,6 +18,7 @@ from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.rival import Rival
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.freed import keep_freed_memory
 from eagle3_lab.operations import Operations, count
 from eagle3_lab.progress import stage
 from eagle3_lab.provenance import machine
@@ -115,6 +116,7 @@ def bench_train(
     if steps < 1:
         raise UserError(f"--steps: must be >= 1, got {steps}")
     require_place(json, "--json")
+    keep_freed_memory()
     every_row = rows == "all"
     setup = Setup.of(experiment, every_row)
     step = setup.step()

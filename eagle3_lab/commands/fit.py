@@ -16,6 +16,7 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.freed import keep_freed_memory
 from eagle3_lab.journal import Journal
 from eagle3_lab.progress import stage
 from eagle3_lab.provenance import provenance
@@ -51,6 +52,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     if not dry_run:
         require_writable(experiment.tracking.folder)
         stages.check_compiler(experiment)
+        keep_freed_memory()
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target, answer=not dry_run)
     module = stages.build_module(experiment, target, data)
