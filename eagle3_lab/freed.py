@@ -1,8 +1,8 @@
 """Memory that a training step frees, kept for the next one.
 
-glibc asks the system for each larger array anew and gives it back when it is freed, or soon after, and the system clears
-every page of what it hands out. A step asks for the same arrays again and again: on a CPU that costs a tenth of it
-(NOTES.md). On other systems, and on a GPU, where torch keeps memory itself, there is nothing to do.
+glibc gives larger arrays back to the system when they are freed, or soon after, asks for them anew, and the system
+clears every page of what it hands out. A step asks for the same arrays again and again: on a CPU that costs a tenth of
+it (NOTES.md). With other libraries, and on a GPU, where torch keeps memory itself, there is nothing to do.
 """
 
 from __future__ import annotations

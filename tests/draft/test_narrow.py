@@ -39,6 +39,5 @@ def test_steps_and_gradients_are_those_of_autocast(
 def test_matrices_are_those_of_the_layers(make_lab: Callable[..., Any]) -> None:
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert list(narrow._matrices(make_lab(draft=Eagle3(num_layers=2)).draft)) == [
-        f"layers.{n}.{part}.weight" for n in (0, 1) for part in parts
-    ]
+    found = list(narrow._matrices(make_lab(draft=Eagle3(num_layers=2)).draft))
+    assert found == [f"layers.{n}.{part}.weight" for n in (0, 1) for part in parts]
