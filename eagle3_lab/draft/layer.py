@@ -68,6 +68,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
+        # not unflatten, which torch's compiler cannot look through while a LinearMode is active
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # (B, heads, T, d)
 
 
