@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd.function import once_differentiable
 
 from eagle3_lab.linear_mode import LinearMode
@@ -103,7 +103,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # torch's compiler takes that operation for a frozen model's, and fails on weights that change
-_opaque = torch.library.custom_op(
+_opaque = library.custom_op(
     "eagle3_lab::float32_product", _product, mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 )
 
