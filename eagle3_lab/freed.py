@@ -17,7 +17,7 @@ KEPT_FREE, MAPPED_FROM = 2**31 - 1, 32 * 2**20
 
 def keep_freed_memory() -> bool:
     """From here on, this process keeps what it frees, up to 2 GiB, of arrays up to 32 MiB. Whether this system's
-    library can do that."""
+    library can do that. Source: glibc's mallopt(3)."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

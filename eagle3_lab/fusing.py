@@ -57,7 +57,7 @@ def fusible(shapes: Literal["few", "any"]) -> Callable[[Callable[P, R]], Callabl
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            return _run(_compiled(function, dynamic), *args, **kwargs) if _active.get() else function(*args, **kwargs)
+            return _compiled(function, dynamic)(*args, **kwargs) if _active.get() else function(*args, **kwargs)
 
         return called
 
@@ -67,19 +67,19 @@ def fusible(shapes: Literal["few", "any"]) -> Callable[[Callable[P, R]], Callabl
 @cache
 def _compiled(function: Callable[P, R], dynamic: bool) -> Callable[P, R]:
     from torch._dynamo import config  # a second of imports, for those who compile
+    from torch._dynamo.exc import BackendCompilerFailed
 
     config.recompile_limit = max(config.recompile_limit, COMPILED)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, COMPILED)
-    return torch.compile(function, dynamic=dynamic, fullgraph=True)
+    compiled = torch.compile(function, dynamic=dynamic, fullgraph=True)
 
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise _uncompiled(error) from None
 
-def _run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    try:
-        return function(*args, **kwargs)
-    except BackendCompilerFailed as error:
-        raise _uncompiled(error) from None
+    return run
 
 
 def require_compiler(on_gpu: bool) -> None:

@@ -80,7 +80,7 @@ class Block:
 def _blocks(q: Tensor, keys: Tensor, places: int) -> Iterator[Block]:
     """All of a document, as long as each other, with so many places of each dtype."""
     (kv_heads, length, _), group = keys.shape, q.shape[1] // keys.shape[1]
-    fit = BLOCK_BYTES // (4 * kv_heads * group * length)
+    fit = BLOCK_BYTES // (keys.element_size() * kv_heads * group * length)
     count = -(-length // min(max(fit, LEAST_POSITIONS), POSITIONS))
     size = kv_heads * group * -(-length // count) * length
     memory = [[x.new_empty(size) for _ in range(places)] for x in (keys, q)]

@@ -58,6 +58,9 @@ def compare(
 ) -> Compared:
     """``law`` gives the teachers of a run of rows, ``at_once`` says how long those are. ``learned`` None: the rows are
     judged by their arg-max alone, and loss and overlap are 0.
+
+    Raises:
+        UserError: while fusing, where torch cannot compile.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = None if learned is None else learned.losses

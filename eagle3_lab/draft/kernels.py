@@ -1,11 +1,13 @@
 """Which kernel an unrolled draft's causal attention runs on.
 
-CPU, while fusing          plain products and compiled passes, query groups unrepeated
-CPU                        torch's CPU flash kernel, one call a document, query groups unrepeated
-CUDA, bfloat16, float16    flash attention on packed rows: one call for all documents (compute capability 8.0)
-CUDA, float32              memory-efficient attention, one call a document, keys repeated for their query group;
-                           and bfloat16, float16 on older devices
-anything else              the plain formula, one document's score matrix at a time (CUDA float64: for tests)
+    CPU, while fusing          plain products and compiled passes, query groups unrepeated
+    CPU                        torch's CPU flash kernel, one call a document, query groups unrepeated
+    CUDA, bfloat16, float16    flash attention on packed rows: one call for all documents (compute capability 8.0)
+    CUDA, float32              memory-efficient attention, one call a document, keys repeated for their query group;
+                               and bfloat16, float16 on older devices
+    anything else              the plain formula, one document's score matrix at a time (CUDA float64: for tests)
+
+All are the same function (:class:`eagle3_lab.draft.fused.Kernel`).
 """
 
 from __future__ import annotations

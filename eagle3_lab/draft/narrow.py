@@ -17,7 +17,11 @@ from eagle3_lab.types import Batch, DraftModel, DraftOut
 
 
 def unrolled(unroll: Unroll, draft: DraftModel, features: Float[Tensor, "B T D"], batch: Batch) -> list[DraftOut]:
-    """All steps of the unroll; while fusing under autocast, on matrices cast beforehand."""
+    """All steps of the unroll; while fusing under autocast, on matrices cast beforehand.
+
+    Raises:
+        UserError: while fusing, where torch cannot compile.
+    """
     device = features.device.type
     if not (is_fusing() and torch.is_autocast_enabled(device)):
         return list(unroll(draft, features, batch))
