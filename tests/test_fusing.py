@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 from tiny import TinyLab
 
-from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.errors import UserError
 from eagle3_lab.fusing import fusible, fusing, is_fusing, require_compiler
 
@@ -216,7 +215,3 @@ def test_a_marked_function_is_itself_until_fusing() -> None:
             assert not is_fusing()
         assert is_fusing()
     assert not is_fusing()
-
-
-def test_what_is_saved_of_a_head_does_not_tell_whether_it_was_compiled() -> None:
-    assert not [name for name, _ in Eagle3().named_modules() if "orig_mod" in name]
