@@ -10,6 +10,8 @@ import torch
 from eagle3_lab.draft.layer import Eagle3, FusingLayer
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
+from eagle3_lab.formats.layer_ids import layers_of
+from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.rope import rope_parameters, rotary_of
 from eagle3_lab.types import TargetSpec
 
@@ -18,39 +20,25 @@ EXTENSIONS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 TARGET = "another target is needed"
 
-LAYERS = "eagle_aux_hidden_state_layer_ids"
-INPUT, OUTPUT = LAYERS, "eagle_config"
-"""The list at the top counts a block's inputs, as we do (vLLM, speculators); the one inside ``eagle_config`` counts its
-outputs, one less (SGLang, SpecForge)."""
-
-
-def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The states that a head without a list reads."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-def layers_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a head reads, by our ids."""
-    if config.get(INPUT):
-        return tuple(config[INPUT])
-    if nested := (config.get(OUTPUT) or {}).get(LAYERS):
-        return tuple(layer + 1 for layer in nested)
-    return default_layers(num_layers)
-
 
 def refuse_disagreement(
-    place: str, config: Mapping[str, Any], spec: TargetSpec, source: FusedFeature, draft: Eagle3
+    place: str, config: Mapping[str, Any], target: HFTarget, source: FusedFeature, draft: Eagle3
 ) -> None:
-    """Compare a configuration with built parts.
+    """Compare a configuration with parts that were built for ``target``.
 
     Raises:
         UserError: a variant that is not EAGLE-3, another target's head, or sizes, layers or rope other than the parts'.
     """
+    spec = target.spec
     on = [name for name in EXTENSIONS if config.get(name)]
     if on or config.get("norm_output") is False:
         raise UserError(f"{place}: config.json: {(on or ['norm_output: false'])[0]}: a variant that Eagle3 is not")
     _refuse_sizes(place, config, spec, source, draft)
-    layers, ours = layers_of(config, spec.layers), source.layers(spec.layers)
+    ours = source.layers(spec.layers)
+    try:
+        layers = layers_of(config, ours, spec.layers, family_of(target))
+    except UserError as error:
+        raise UserError(f"{place}: config.json: {error}") from None
     if layers != ours:
         raise UserError(
             f"{place}: config.json: reads hidden states {list(layers)}, the experiment {list(ours)}; set "
@@ -70,6 +58,11 @@ def refuse_disagreement(
             f"{place}: config.json: turns by rope {parameters['rope_type']} of base {parameters['rope_theta']}, the "
             f"experiment's draft otherwise; set model.draft.rope_base: {needed}"
         )
+
+
+def family_of(target: HFTarget) -> str:
+    """Return the ``model_type`` of a target's language model."""
+    return target.model.config.get_text_config(decoder=True).model_type
 
 
 def _refuse_sizes(place: str, config: Mapping[str, Any], spec: TargetSpec, source: FusedFeature, draft: Eagle3) -> None:

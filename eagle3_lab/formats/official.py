@@ -125,7 +125,7 @@ def _load(head: PublicHead, target: HFTarget, source: FusedFeature, draft: Eagle
         draft.build(target, source.build(target), _vocabulary(head, target.spec.vocab))
     except ValueError as error:
         raise UserError(f"model: {error}") from None
-    refuse_disagreement(head.place, head.config, target.spec, source, draft)
+    refuse_disagreement(head.place, head.config, target, source, draft)
     ours = _ours(head, target, draft)
     source.load_state_dict({FUSION: _fitting(head, ours, FUSION, source.fc.weight)})
     kept = {name: value for name, value in draft.state_dict().items() if not name.startswith("draft_vocab.")}
@@ -166,16 +166,38 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _vocabulary(head: PublicHead, vocab: int) -> Tensor:
-    """The kept target ids, ascending."""
+    """Return the kept target ids, ascending.
+
+    Raises:
+        UserError: a map that is none, of another length than the head's rows, or missing for a reduced vocabulary.
+    """
+    rows = head.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in head.tensors else 0
+    d2t, t2d = head.tensors.get("d2t"), head.tensors.get("t2d")
+    size = head.config.get("draft_vocab_size")
     try:
-        if (d2t := head.tensors.get("d2t")) is not None:
-            return DraftVocab.from_offsets(d2t, vocab, head.tensors.get("t2d")).ids()
+        if size not in (None, rows):
+            raise ValueError(f"{CONFIG} says draft_vocab_size {size}, and lm_head has {rows} rows")
+        return _kept(d2t, t2d, rows, vocab)
     except ValueError as error:
         raise UserError(f"{head.place}: {error}") from None
-    rows = head.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in head.tensors else 0
-    if rows != vocab:
-        raise UserError(f"{head.place}: no d2t, though its lm_head has {rows} rows and the target {vocab} ids")
-    return torch.arange(vocab)
+
+
+def _kept(d2t: Tensor | None, t2d: Tensor | None, rows: int, vocab: int) -> Tensor:
+    """Return the target ids of a head's rows. Raises ValueError where the maps do not tell them."""
+    if d2t is None:
+        if rows != vocab:
+            raise ValueError(f"no d2t, though its lm_head has {rows} rows and the target {vocab} ids")
+        if t2d is not None and not (t2d.shape == (vocab,) and bool(t2d.all())):
+            raise ValueError(f"no d2t, and a t2d that does not mark each of the target's {vocab} ids")
+        return torch.arange(vocab)
+    if d2t.dtype not in (torch.int32, torch.int64) or d2t.shape != (rows,):
+        raise ValueError(f"d2t is {list(d2t.shape)} of {d2t.dtype}; [{rows}] whole numbers, one a row of lm_head, fit")
+    if t2d is not None and t2d.dtype != torch.bool:
+        raise ValueError(f"t2d is of {t2d.dtype}; torch.bool is needed")
+    absolute = rows > 1 and 0 <= int(d2t[0]) and int(d2t[-1]) < vocab and bool((d2t[1:] > d2t[:-1]).all())
+    if t2d is None and absolute:  # as offsets: no two neighbouring ids kept
+        raise ValueError("d2t rises at each row and there is no t2d: its numbers may be target ids or offsets; add t2d")
+    return DraftVocab.from_offsets(d2t, vocab, t2d).ids()
 
 
 def _ours(head: PublicHead, target: HFTarget, draft: Eagle3) -> dict[str, Tensor]:
@@ -194,13 +216,13 @@ def _ours(head: PublicHead, target: HFTarget, draft: Eagle3) -> dict[str, Tensor
 
 
 def _is_targets(embedding: Tensor, target: HFTarget, rows: int = 8192) -> bool:
-    """Whether a stored table is the target's own, but for the rounding of half a precision."""
+    """Return whether a stored table is the target's own, bit for bit in the narrower of the two dtypes."""
     if embedding.shape != (target.spec.vocab, target.spec.hidden):
         return False
     for begin in range(0, len(embedding), rows):
         part = embedding[begin : begin + rows]
-        mine = target.embed(torch.arange(begin, begin + len(part), device=target.device))
-        if not torch.allclose(part.float(), mine.float().cpu(), rtol=1e-2, atol=1e-4):
+        mine = target.embed(torch.arange(begin, begin + len(part), device=target.device)).cpu()
+        if not torch.equal(mine.to(part.dtype), part) and not torch.equal(part.to(mine.dtype), mine):
             return False
     return True
 
@@ -227,4 +249,6 @@ def public_tensors(source: FusedFeature, draft: Eagle3, dtype: torch.dtype | Non
     if (table := draft.embed.table()) is not None:
         named[EMBEDDING] = table
     floats = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in named.items()}
+    if len(draft.vocab) == draft.draft_vocab.t2d.shape[0]:  # vLLM has no place for the map of a full vocabulary
+        return floats
     return floats | {name: value.cpu().contiguous() for name, value in draft.draft_vocab.state_dict().items()}

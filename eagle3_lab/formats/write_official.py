@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from eagle3_lab.draft.layer import Eagle3, FusingLayer
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
-from eagle3_lab.formats.agreement import INPUT, LAYERS, OUTPUT, default_layers
-from eagle3_lab.formats.official import CONFIG, WEIGHTS, public_tensors
+from eagle3_lab.formats.agreement import family_of
+from eagle3_lab.formats.layer_ids import layer_fields
+from eagle3_lab.formats.official import CONFIG, EMBEDDING, WEIGHTS, public_tensors
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.rope import fields_of, older_fields
 
@@ -34,7 +35,11 @@ def write(
     if draft.num_layers != 1:
         raise UserError(f"{folder}: the official layout holds one layer (midlayer), the draft has {draft.num_layers}")
     tensors = dict(public_tensors(source, draft, dtype))
-    text = json.dumps(_config(target, source, draft, tensors["lm_head.weight"].dtype), indent=2) + "\n"
+    config = _config(folder, target, source, draft, tensors["lm_head.weight"].dtype)
+    config["embed_tokens"] = (
+        "in the file" if EMBEDDING in tensors else "the target's"
+    )  # for readers; no engine reads it
+    text = json.dumps(config, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replaced(folder / WEIGHTS[0], lambda place: save_file(tensors, place, metadata={"format": "pt"}))
@@ -43,7 +48,7 @@ def write(
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
-def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.dtype) -> dict[str, Any]:
+def _config(folder: Path, target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.dtype) -> dict[str, Any]:
     spec, first = target.spec, draft.layers[0]
     assert isinstance(first, FusingLayer)
     attention, base = first.self_attn, draft.body.rope_base
@@ -72,9 +77,7 @@ def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.
     if source.fc.out_features != spec.hidden:
         config["target_hidden_size"] = spec.hidden
     layers = source.layers(spec.layers)
-    if layers != default_layers(spec.layers):  # each engine reads one of the two, in its own counting
-        config[INPUT] = list(layers)
-        config[OUTPUT] = {"use_aux_hidden_state": True, LAYERS: [layer - 1 for layer in layers]}
+    config |= layer_fields(folder, layers, spec.layers, family_of(target))
     return config
 
 

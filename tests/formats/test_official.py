@@ -206,7 +206,44 @@ def test_a_head_without_a_map_says_every_target_id(tmp_path: Path, target: HFTar
     with pytest.raises(UserError, match="no d2t, though its lm_head has 40 rows and the target 97 ids"):
         loaded(put(tmp_path / "short", tensors), target)
     tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN)
-    assert torch.equal(loaded(put(tmp_path / "whole", tensors), target)[1].vocab, torch.arange(VOCAB))
+    whole = put(tmp_path / "whole", tensors, CONFIG | {"draft_vocab_size": VOCAB})
+    source, draft = loaded(whole, target)
+    assert torch.equal(draft.vocab, torch.arange(VOCAB))
+    write(tmp_path / "back", target, source, draft)
+    assert set(load_file(tmp_path / "back" / "model.safetensors")) == set(tensors), "vLLM has no place for a map"
+    loaded(str(tmp_path / "back"), target)
+    with pytest.raises(UserError, match="a t2d that does not mark each"):
+        tensors["t2d"] = torch.arange(VOCAB) > 0
+        loaded(put(tmp_path / "marked", tensors, CONFIG | {"draft_vocab_size": VOCAB}), target)
+
+
+def test_a_map_goes_out_and_comes_back_as_offsets_of_the_kept_ids(tmp_path: Path) -> None:
+    target = random_target(num_hidden_layers=8, dtype=torch.float32, vocab_size=16)
+    source, draft = FusedFeature(), Eagle3(head="random")
+    draft.build(target, source.build(target), torch.tensor([5, 9, 13]))
+    write(tmp_path / "head", target, source, draft)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert torch.equal(tensors["d2t"], torch.tensor([5, 8, 11]))
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), torch.tensor([5, 9, 13]))
+    assert torch.equal(loaded(str(tmp_path / "head"), target)[1].vocab, torch.tensor([5, 9, 13]))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    absolute = tensors | {"d2t": torch.tensor([5, 9, 13])}
+    with pytest.raises(UserError, match="d2t holds absolute target ids; it must hold offsets"):
+        loaded(put(tmp_path / "absolute", absolute, config), target)
+    del absolute["t2d"]
+    with pytest.raises(UserError, match="may be target ids or offsets; add t2d"):
+        loaded(put(tmp_path / "either", absolute, config), target)
+
+
+def test_a_head_is_written_to_the_same_bytes_and_says_whose_its_embedding_is(tmp_path: Path, target: HFTarget) -> None:
+    source, draft = FusedFeature(), Eagle3(head="random")
+    draft.build(target, source.build(target), torch.arange(3, 60, 2))
+    for folder in ("one", "two"):
+        write(tmp_path / folder, target, source, draft)
+    files = [tmp_path / folder / "model.safetensors" for folder in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "embed_tokens.weight" not in load_file(files[0])
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["embed_tokens"] == "the target's"
 
 
 def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understood(
@@ -216,7 +253,9 @@ def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understoo
     tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     tensors["embed_tokens.weight"] = target.model.get_input_embeddings().weight.detach().to(torch.bfloat16)
     assert "embed.tokens.weight" not in loaded(put(tmp_path / "head", tensors), target)[1].state_dict()
-    tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
+    trained = target.model.get_input_embeddings().weight.detach().clone()
+    trained[5, 0] += 1e-5
+    tensors["embed_tokens.weight"] = trained
     other = put(tmp_path / "other", tensors)
     with pytest.raises(UserError, match="an embedding of its own; set model.draft.embedding: own"):
         loaded(other, target)
@@ -250,7 +289,12 @@ def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understoo
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope type 'dynamic': one of default, linear, llama3",
         ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, r"layers: \[1, 4, 7\]"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}},
+            r"vLLM reads .*\[0, 3, 6\].*\[1, 4, 7\]; set",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, r"set model.features.layers: \[1, 4, 7\]"),
+        ({"draft_vocab_size": 41}, "says draft_vocab_size 41, and lm_head has 40 rows"),
         ({"norm_before_residual": True}, "norm_before_residual: a variant that Eagle3 is not"),
         ({"norm_output": False}, "norm_output: false: a variant that Eagle3 is not"),
     ],
@@ -281,6 +325,10 @@ def change_of(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], 
         (change_of("extra.weight", torch.ones(1)), "tensors that no EAGLE-3 head has: extra.weight"),
         (change_of("d2t", torch.arange(KEPT) * 9), "draft vocabulary ids must be within|t2d|disagree"),
         (change_of("t2d", torch.ones(VOCAB, dtype=torch.bool)), "d2t and t2d disagree"),
+        (change_of("t2d", torch.ones(VOCAB)), "t2d is of torch.float32; torch.bool is needed"),
+        (change_of("d2t", torch.zeros(KEPT)), r"d2t is \[40\] of torch.float32; \[40\] whole numbers"),
+        (change_of("d2t", torch.zeros(39, dtype=torch.int64)), r"d2t is \[39\] of torch.int64; \[40\] whole numbers"),
+        (change_of("d2t", None), "no d2t, though its lm_head has 40 rows and the target 97 ids"),
     ],
 )
 def test_a_tensor_that_is_missing_unknown_or_of_another_shape_is_named(
