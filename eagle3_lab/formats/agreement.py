@@ -11,7 +11,7 @@ from eagle3_lab.draft.layer import Eagle3, FusingLayer
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.rope import rope_parameters, rotary_of
-from eagle3_lab.types import TargetSpec
+from eagle3_lab.types import Rotary, TargetSpec
 
 EXTENSIONS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 """Switches of later variants, each off in EAGLE-3."""
@@ -57,12 +57,10 @@ def refuse_disagreement(
             f"model.features.layers: {list(layers)}"
         )
     try:
-        theirs = rotary_of(config, _head_dim(config))
+        same = same_rotary(config, draft.rotary)
     except UserError as error:
         raise UserError(f"{place}: config.json: {error}") from None
-    mine = draft.rotary
-    same = torch.allclose(theirs.inv_freq.cpu(), mine.inv_freq.cpu().float(), rtol=1e-5)
-    if not same or abs(theirs.scale - mine.scale) > 1e-6:
+    if not same:
         parameters = rope_parameters(config)
         plain = parameters["rope_type"] == "default"
         needed = str(float(parameters["rope_theta"])) if plain else "null (the target's own, where it is that one)"
@@ -70,6 +68,14 @@ def refuse_disagreement(
             f"{place}: config.json: turns by rope {parameters['rope_type']} of base {parameters['rope_theta']}, the "
             f"experiment's draft otherwise; set model.draft.rope_base: {needed}"
         )
+
+
+def same_rotary(config: Mapping[str, Any], rotary: Rotary) -> bool:
+    """Return whether a head's configuration describes ``rotary``. Raises UserError for a rope that no head has."""
+    described = rotary_of(config, _head_dim(config))
+    frequencies = described.inv_freq.cpu(), rotary.inv_freq.cpu().float()
+    same = frequencies[0].shape == frequencies[1].shape and torch.allclose(*frequencies, rtol=1e-5, atol=0)
+    return same and abs(described.scale - rotary.scale) <= 1e-6
 
 
 def _refuse_sizes(place: str, config: Mapping[str, Any], spec: TargetSpec, source: FusedFeature, draft: Eagle3) -> None:

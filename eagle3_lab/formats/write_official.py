@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from eagle3_lab.draft.layer import Eagle3, FusingLayer
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
-from eagle3_lab.formats.agreement import INPUT, LAYERS, OUTPUT, default_layers
+from eagle3_lab.formats.agreement import INPUT, LAYERS, OUTPUT, default_layers, same_rotary
 from eagle3_lab.formats.official import CONFIG, WEIGHTS, public_tensors
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.rope import fields_of, older_fields
+from eagle3_lab.target.rope import fields_of, written_fields
 
 
 def write(
@@ -29,12 +29,15 @@ def write(
     ``dtype`` is that of the weights; None: the parts' own. What is read back in that dtype is equal bit for bit.
 
     Raises:
-        UserError: a head of several layers, which this layout cannot say, or a folder that cannot be written.
+        UserError: a head of several layers or a rope that this layout has no fields for, or a folder that cannot be
+            written.
     """
     if draft.num_layers != 1:
         raise UserError(f"{folder}: the official layout holds one layer (midlayer), the draft has {draft.num_layers}")
     tensors = dict(public_tensors(source, draft, dtype))
-    text = json.dumps(_config(target, source, draft, tensors["lm_head.weight"].dtype), indent=2) + "\n"
+    config = _config(target, source, draft, tensors["lm_head.weight"].dtype)
+    _require_writable_rope(folder, config, draft)
+    text = json.dumps(config, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replaced(folder / WEIGHTS[0], lambda place: save_file(tensors, place, metadata={"format": "pt"}))
@@ -47,9 +50,10 @@ def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.
     spec, first = target.spec, draft.layers[0]
     assert isinstance(first, FusingLayer)
     attention, base = first.self_attn, draft.body.rope_base
-    rope = fields_of(target.model.config.get_text_config(decoder=True))
-    if base is not None:
-        rope = older_fields({"rope_type": "default", "rope_theta": base})
+    if base is None:
+        rope = fields_of(target.model.config.get_text_config(decoder=True))
+    else:
+        rope = written_fields({"rope_type": "default", "rope_theta": base})
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -76,6 +80,19 @@ def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.
         config[INPUT] = list(layers)
         config[OUTPUT] = {"use_aux_hidden_state": True, LAYERS: [layer - 1 for layer in layers]}
     return config
+
+
+def _require_writable_rope(folder: Path, config: Mapping[str, Any], draft: Eagle3) -> None:
+    """Raise UserError where the fields written describe another rope than the one that the draft was trained with."""
+    try:
+        reason = "" if same_rotary(config, draft.rotary) else f"written as {config['rope_parameters']} it is another one"
+    except UserError as error:
+        reason = str(error)
+    if reason:
+        raise UserError(
+            f"{folder}: this layout has no fields for the rope that the draft takes from its target ({reason}); train "
+            "one with model.draft.rope_base set to a number"
+        )
 
 
 def _replaced(place: Path, write: Callable[[Path], object]) -> None:

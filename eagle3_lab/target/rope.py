@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.target.windows import FULL
 from eagle3_lab.types import Rotary
 
 KINDS = {
@@ -24,37 +25,67 @@ BASE = 10000.0
 
 
 def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The one form that transformers 5 reads, from a configuration's ``rope_parameters``, or from the older
-    ``rope_scaling`` and ``rope_theta``.
+    """Return the one form that transformers 5 reads, from a configuration's ``rope_parameters``, or from the older
+    ``rope_scaling`` and ``rope_theta``. Where each layer type has its own entry (gemma3), the full layers' is returned,
+    which is the one that a draft follows.
 
     {"rope_theta": 500000} -> {"rope_type": "default", "rope_theta": 500000}
     """
-    said = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    kind = said.pop("type", None)
-    said.setdefault("rope_type", kind or "default")
-    said.setdefault("rope_theta", fields.get("rope_theta") or BASE)
-    return said
+    return _flat(fields.get("rope_parameters") or fields.get("rope_scaling") or {}, fields)
 
 
-def older_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``, as engines and older versions read them."""
+def _flat(entry: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one rope entry with its type and its base; the base stands beside it in older configurations."""
+    flat = dict(entry.get(FULL) or entry)
+    kind = flat.pop("type", None)
+    flat.setdefault("rope_type", kind or "default")
+    flat.setdefault("rope_theta", fields.get("rope_theta") or BASE)
+    return flat
+
+
+def written_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rope as configurations write it: ``rope_theta`` and ``rope_scaling``, which engines and transformers 4
+    read, and ``rope_parameters``, which transformers 5 reads."""
     scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
     plain = parameters["rope_type"] == "default"
-    return {"rope_theta": parameters["rope_theta"], "rope_scaling": None if plain else scaling}
+    return {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if plain else scaling,
+        "rope_parameters": dict(parameters),
+    }
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` of a loaded model's configuration."""
-    return older_fields(rope_parameters(config.to_dict()))
+    """Return the rope of a loaded model's configuration, as :func:`written_fields` writes it."""
+    return written_fields(rope_parameters(config.to_dict()))
+
+
+def _refuse_contradiction(fields: Mapping[str, Any]) -> None:
+    """Raise UserError where the older and the newer fields name two ropes: readers differ in which one they take."""
+    if not fields.get("rope_parameters"):
+        return
+    newer = rope_parameters(fields)
+    older = newer
+    if fields.get("rope_scaling"):
+        older = _flat(fields["rope_scaling"], {"rope_theta": fields.get("rope_theta") or newer["rope_theta"]})
+    elif fields.get("rope_theta"):
+        older = newer | {"rope_theta": fields["rope_theta"]}
+    for name in ("rope_type", "rope_theta", *KINDS.get(newer["rope_type"], ())):
+        if older.get(name) != newer.get(name):
+            raise UserError(
+                f"{name} is {newer.get(name)} in rope_parameters and {older.get(name)} in the older rope_theta and "
+                "rope_scaling; leave out the one that is wrong"
+            )
 
 
 def rotary_of(fields: Mapping[str, Any], head_dim: int) -> Rotary:
-    """The rotary embedding that a Llama configuration describes, at a head width.
+    """Return the rotary embedding that a Llama configuration describes, at a head width.
 
     Raises:
-        UserError: a kind whose angles depend on the batch's length, an unknown one, or one without a number that it
-            needs.
+        UserError: a kind whose angles depend on the batch's length, an unknown one, one without a number that it needs,
+            or two that contradict each other.
     """
+    _refuse_contradiction(fields)
     parameters = rope_parameters(fields)
     kind = parameters["rope_type"]
     if kind not in KINDS:

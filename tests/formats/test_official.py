@@ -147,6 +147,50 @@ LLAMA3 = {
 }
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+BY_TYPE = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA3 = {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"rope_parameters": LINEAR}),
+        ("llama", {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+        ("gemma3_text", {"rope_parameters": BY_TYPE} | GEMMA3),
+        ("gemma3_text", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}} | GEMMA3),
+    ],
+    ids=["llama", "llama older", "gemma3", "gemma3 older"],
+)
+def test_a_scaled_rope_is_written_in_both_layouts_and_read_from_either(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    target = random_target(kind, num_hidden_layers=8, dtype=torch.float32, **options)
+    source, draft = FusedFeature(), Eagle3(head="random")
+    draft.build(target, source.build(target), torch.arange(KEPT))
+    write(tmp_path / "head", target, source, draft)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["rope_theta"] == 1e6
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert config["rope_parameters"] == LINEAR
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    for number, layout in enumerate((("rope_parameters",), ("rope_theta", "rope_scaling"))):
+        one = {name: value for name, value in config.items() if name not in layout}
+        again = loaded(put(tmp_path / f"one{number}", tensors, one), target)[1]
+        torch.testing.assert_close(again.rotary.inv_freq, draft.rotary.inv_freq)
+
+
+def test_a_rope_without_fields_in_this_layout_is_refused_before_anything_is_written(
+    tmp_path: Path, target: HFTarget
+) -> None:
+    source, draft = FusedFeature(), Eagle3(head="random")
+    draft.build(target, source.build(target), torch.arange(KEPT))
+    draft.rotary.inv_freq.mul_(2)  # as of a family whose rule is not Llama's
+    with pytest.raises(UserError, match=r"no fields for the rope .*; train one with model\.draft\.rope_base set"):
+        write(tmp_path / "head", target, source, draft)
+    assert not (tmp_path / "head").exists()
+
+
 @pytest.mark.parametrize(
     ("target_options", "source_options", "draft_options"),
     [

@@ -11,7 +11,7 @@ from random_targets import random_target
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.rope import fields_of, older_fields, rope_parameters, rotary_of
+from eagle3_lab.target.rope import fields_of, written_fields, rope_parameters, rotary_of
 from eagle3_lab.types import Rotary
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -46,7 +46,7 @@ def test_a_draft_turns_by_its_targets_kind_at_its_own_head_width_too(rope: dict[
 
 def test_the_kinds_differ_where_it_matters() -> None:
     far = torch.tensor([[150]])
-    turned = [rotary_of(older_fields(rope), 8).cos_sin(far)[0] for rope in (DEFAULT, LINEAR, LLAMA3, YARN)]
+    turned = [rotary_of(written_fields(rope), 8).cos_sin(far)[0] for rope in (DEFAULT, LINEAR, LLAMA3, YARN)]
     for i, one in enumerate(turned):
         assert all(not torch.allclose(one, other, atol=1e-3) for other in turned[:i])
 
@@ -61,9 +61,29 @@ def test_linear_divides_and_the_default_is_the_formula() -> None:
 
 def test_both_ways_of_writing_mean_the_same() -> None:
     for rope in (DEFAULT, LINEAR, LLAMA3, YARN):
-        assert rope_parameters(older_fields(rope)) == rope
+        older = {name: value for name, value in written_fields(rope).items() if name != "rope_parameters"}
+        assert rope_parameters(older) == rope_parameters(written_fields(rope)) == rope
         assert rope_parameters({"rope_parameters": rope}) == rope
     assert rope_parameters({"rope_scaling": None, "rope_theta": 7.0}) == {"rope_type": "default", "rope_theta": 7.0}
+
+
+def test_of_a_rope_by_layer_type_the_full_layers_is_meant() -> None:
+    by_type = {"sliding_attention": DEFAULT, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+    assert rope_parameters({"rope_parameters": by_type, "rope_theta": 1e4}) == by_type["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("older", "message"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta is 10000.0 in rope_parameters and 500000.0 in the older"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "factor is 2.0 in rope_parameters and 4.0"),
+        ({"rope_scaling": YARN}, "rope_type is linear in rope_parameters and yarn"),
+    ],
+)
+def test_two_ropes_that_contradict_each_other_are_refused(older: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rotary_of({"rope_parameters": LINEAR} | older, 8)
+    rotary_of({"rope_parameters": LINEAR, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e4}, 8)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "spiral"])
