@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -17,17 +17,19 @@ from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import inputs
 from eagle3_lab.commands.files import read_object, write_text
 from eagle3_lab.commands.named import at, file_of, in_store, read_named
-from eagle3_lab.config.reading import label
+from eagle3_lab.config.reading import brief, label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.held import hold
+from eagle3_lab.keys import digest
 from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 
 CHECKPOINT = ".ckpt"
 LAST, DRAFT, STATE, PRODUCTS, LOCK = "last.ckpt", "draft.ckpt", "state.json", "products.json", "lock"
+DECIDES = "decides.json"
 
 WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
 ALONE = 4
@@ -38,28 +40,55 @@ class Work:
     """The folder of one training, named by content, so that an unchanged experiment finds it again.
 
     ``key`` is of everything that its run shows: the same training measured otherwise is shown by another run.
+    ``decides``: every option that decides the training, and what others lead to, by name.
     """
 
     folder: Path
     key: str
+    decides: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData, chain: Sequence[Path] = ()) -> Work:
         """``chain``: files of experiments that named this one. Raises UserError as `beginning`."""
         assert experiment.model is not None
         start, public = beginning(experiment, target, chain), experiment.model.public
-        begun = [] if start is None else [checkpoint.content_hash(start)]
-        begun += [] if public is None else [official.content_hash(public)]
-        parts = (target.spec.weights_hash, data.hash, *begun)
-        folder = experiment.tracking.folder / "work" / f"{experiment.name}-{experiment.training_key(*parts)}"
-        return Work(folder, experiment.result_key(*parts))
+        contents = {f"the target's {name}": str(value) for name, value in identity(target).items()}
+        contents["the conversations"] = f"{data.hash}, {len(data.train)} to train on"
+        contents["the head in model.start"] = "none" if start is None else checkpoint.content_hash(start)
+        contents["the head in model.public"] = "none" if public is None else official.content_hash(public)
+        key = experiment.training_key(contents)
+        folder = experiment.tracking.folder / "work" / f"{experiment.name}-{key}"
+        return Work(folder, key, experiment.training_options() | contents)
 
-    def beside(self, heads: Mapping[str, str]) -> Work:
-        """The same training, measured beside heads of these identities."""
-        if not heads:
-            return self
-        told = json.dumps([self.key, sorted(heads.items())])
-        return replace(self, key=hashlib.sha256(told.encode()).hexdigest()[:16])
+    def measured(self, evaluation_key: str) -> Work:
+        """The same training, measured as that key says."""
+        return replace(self, key=digest(self.folder.name, evaluation_key))
+
+    def news(self) -> str:
+        """Why this training is not one of those that are there under its name: what differs from the one that is most
+        alike; "" where it is there, or no other is."""
+        if self._state():
+            return ""
+        name = self.folder.name.rpartition("-")[0]
+        others: dict[Path, dict[str, str]] = {}
+        for file in self.folder.parent.glob(f"{glob.escape(name)}-*/{DECIDES}"):
+            if file.parent.name.rpartition("-")[0] == name:
+                others[file.parent] = read_object(file)
+        if not others:
+            return ""
+        near = min(others, key=lambda folder: (len(self._differing(others[folder])), folder.name))
+        differing = self._differing(others[near])
+        if not differing:
+            return ""
+        first, *more = differing
+        before, now = others[near].get(first, "not there"), self.decides.get(first, "not there")
+        told = f" (and {len(more)} more: {brief(', '.join(more))})" if more else ""
+        return f"training: begins anew: {first} is {brief(now)}, in {near.name} it was {brief(before)}{told}"
+
+    def _differing(self, other: Mapping[str, str]) -> list[str]:
+        """Names of what differs, options first: one that counts by content may be why a content differs."""
+        names = dict.fromkeys([*self.decides, *other])
+        return [name for name in names if self.decides.get(name) != other.get(name)]
 
     @property
     def draft(self) -> Path:
@@ -109,11 +138,24 @@ class Work:
 
     def remember(self, run_id: str) -> None:
         """Tie this training to a run, before its first step. Raises UserError where that cannot be written."""
+        write_text(self.folder / DECIDES, json.dumps(dict(self.decides), indent=1) + "\n")
         write_text(self.folder / STATE, json.dumps({"run_id": run_id, "key": self.key}))
 
     def _state(self) -> dict[str, str]:
         found = read_object(self.folder / STATE)
         return found if isinstance(found.get("run_id"), str) else {}
+
+
+def identity(target: HFTarget) -> dict[str, object]:
+    """What a target's results depend on, by name: its files' content, not their place."""
+    spec = target.spec
+    return {
+        "weights": spec.weights_hash,
+        "settings": spec.settings_hash,
+        "tokenizer": spec.tokenizer_hash,
+        "chat template": spec.template_hash,
+        "end tokens": list(spec.end_tokens),
+    }
 
 
 def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> Path | None:
