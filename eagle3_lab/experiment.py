@@ -133,11 +133,12 @@ class Experiment:
         as the data's hash. Raises UserError as `choices`."""
         return digest(reduced(self._tree(), self._training_keys()), dict(contents))
 
-    def training_options(self) -> dict[str, str]:
-        """The options that decide a trained head, those by content too, as parameters: to tell two trainings apart.
-        Raises UserError as `choices`."""
-        tree = reduced(self._tree(), self._training_keys(), AS_WRITTEN)
-        return flatten(tree["init_args"])
+    def training_options(self) -> dict[str, dict[str, str]]:
+        """The options that decide a trained head, "by value" and "by content", as parameters: to tell two trainings
+        apart. Raises UserError as `choices`."""
+        keys, tree = self._training_keys(), self._tree()
+        values, every = (flatten(reduced(tree, keys, of)["init_args"]) for of in (None, AS_WRITTEN))
+        return {BY_VALUE: values, BY_CONTENT: {key: value for key, value in every.items() if key not in values}}
 
     def evaluation_key(self, contents: Mapping[str, object]) -> str:
         """Identity of measured methods: the options that decide answers and seconds, and ``contents``, by name what
@@ -162,6 +163,8 @@ class Experiment:
             )
         return self.config.plain
 
+
+BY_VALUE, BY_CONTENT = "by value", "by content"
 
 FILES: dict[str, Content] = {"AutoTree.measured": file_hash, "TargetChoice.model": model_hash}
 """What the files lead to that an evaluation's methods name: measured costs, and a draft LM's folder."""

@@ -42,10 +42,15 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("TargetChoice", "attention device device_map pack capture", "evaluation", "seconds; results but for rounding"),
     ("TargetChoice", "wheel probe", "", "the wheel is checked by its hash; a probe compares and changes nothing"),
     ("TargetChoice", "thinking chat_template", "=training =evaluation =answers =documents", "the template's text"),
-    ("ConversationData", "path", "=documents", "the file's bytes"),
+    ("ConversationData", "path", "=documents =training", "the file's bytes; what of them is trained on"),
     ("ConversationData", "max_length over_length held_out limit", "documents =training", "which tokens are trained on"),
     ("ConversationData", "row_length rows_per_batch packed seed", "training", "what an optimizer step holds"),
-    ("Model", "features draft unroll losses step_decay draft_vocab mask edge oov reduction noise", "training", "trains"),
+    (
+        "Model",
+        "features draft unroll losses step_decay draft_vocab mask edge oov reduction noise",
+        "training",
+        "trains",
+    ),
     ("Model", "start public", "=training", "the bytes of the head that training begins from"),
     ("Model", "budget_mib", "", "bounds memory: the same sums in other portions"),
     ("Model", "compile", "", "the same products and sums, made faster"),
@@ -76,7 +81,12 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("Training", "use_distributed_sampler sync_batchnorm", "training", "what each process sees"),
     ("Training", "gradient_clip_val gradient_clip_algorithm", "training", "every step of the optimizer"),
     ("Training", "callbacks", "training", "a callback may stop a training, or change it"),
-    ("Training", "limit_val_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps", "validation", "when val/ is read"),
+    (
+        "Training",
+        "limit_val_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps",
+        "validation",
+        "when val/ is read",
+    ),
     ("Training", "save_every_minutes", "", "when checkpoints are written"),
     ("Training", "log_every_n_steps enable_progress_bar enable_model_summary profiler", "", "shows"),
     ("Training", "enable_autolog_hparams model_registry barebones detect_anomaly", "", "shows, or stops with an error"),
@@ -128,7 +138,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("DraftLM", "head", "=evaluation", "the head's bytes"),
     ("Tracking", "folder experiment run_name", "", "where runs are kept and what they are called"),
 )
-
 
 
 def _decisions() -> dict[str, dict[str, Decision]]:
