@@ -7,9 +7,11 @@ own state it says, under ``eagle3_lab``, which target it was trained for and of 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,6 +20,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from eagle3_lab.config.reading import show
 from eagle3_lab.errors import UserError
 from eagle3_lab.paths import is_file, is_folder
 from eagle3_lab.types import DraftModel, FeatureSource, FrozenTarget, TargetSpec
@@ -68,19 +71,22 @@ class Identity:
     vocab: int
     weights_hash: str
     tokenizer_hash: str
+    settings_hash: str = ""  # not in checkpoints of before there was one, and then not compared
 
     @staticmethod
     def of(spec: TargetSpec) -> Identity:
-        return Identity(spec.hidden, spec.vocab, spec.weights_hash, spec.tokenizer_hash)
+        return Identity(spec.hidden, spec.vocab, spec.weights_hash, spec.tokenizer_hash, spec.settings_hash)
 
     def refuse_other(self, spec: TargetSpec, path: Path) -> None:
-        """Raises UserError where the target at hand has another width, vocabulary or tokenizer, or other weights."""
+        """Raises UserError where the target at hand has another width, vocabulary or tokenizer, or other weights or
+        settings."""
         other = Identity.of(spec)
         for name, wanted, found in (
             ("hidden size", self.hidden, other.hidden),
             ("vocabulary", self.vocab, other.vocab),
             ("tokenizer hash", self.tokenizer_hash, other.tokenizer_hash),
             ("weights hash", self.weights_hash, other.weights_hash),
+            ("config.json hash", self.settings_hash or other.settings_hash, other.settings_hash or self.settings_hash),
         ):
             if wanted != found:
                 raise UserError(
@@ -137,18 +143,31 @@ def usable(path: Path) -> bool:
 
 def label(target: FrozenTarget, source: FeatureSource, draft: DraftModel) -> dict[str, Any]:
     """What a checkpoint says of itself under KEY."""
-    return {"target": asdict(Identity.of(target.spec)), "parts": _parts(source, draft)}
+    return {
+        "target": asdict(Identity.of(target.spec)),
+        "parts": _parts(source, draft),
+        "options": _options(source, draft),
+    }
 
 
 def _parts(source: FeatureSource, draft: DraftModel) -> str:
     return f"{type(draft).__name__} on {type(source).__name__}"
 
 
-def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: DraftModel) -> dict[str, Any]:
+def _options(source: FeatureSource, draft: DraftModel) -> dict[str, dict[str, object]]:
+    """What decides the parts' function beside their weights, by the keys of an experiment."""
+    return {"model.features": source.options(), "model.draft": draft.options()}
+
+
+def restore(
+    path: Path, target: FrozenTarget, source: FeatureSource, draft: DraftModel, *, draft_vocab: int | None = None
+) -> dict[str, Any]:
     """Build ``source`` and ``draft`` for ``target`` and load their trained weights; returns the checkpoint.
 
+    ``draft_vocab``: how many target ids the experiment's draft can say; None: as many as the checkpoint's.
+
     Raises:
-        UserError: trained for another target, or with other parts than these.
+        UserError: trained for another target, with other parts than these, or with other options of theirs.
     """
     content = read(path)
     trained_for, parts, weights = _told(content, path)
@@ -158,11 +177,15 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
             f"{path}: holds {parts}, the experiment has {_parts(source, draft)}; use a YAML with the same "
             "model.draft and model.features"
         )
+    size, every = len(weights[VOCAB]), (target.spec.vocab, target.spec.real_vocab)
+    if draft_vocab not in (None, size) and not (draft_vocab in every and size in every):
+        raise _other(path, "model.draft_vocab", size, draft_vocab)
     offsets = weights[VOCAB]
     try:
         draft.build(target, source.build(target), offsets + torch.arange(len(offsets)))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+    _refuse_other_options(path, content[KEY].get("options"), _options(source, draft))
     for name, part in (("source", source), ("draft", draft)):
         prefix = f"{name}."
         state = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
@@ -176,6 +199,32 @@ def restore(path: Path, target: FrozenTarget, source: FeatureSource, draft: Draf
     return content
 
 
+def _refuse_other_options(path: Path, trained: object, built: Mapping[str, Mapping[str, object]]) -> None:
+    """Raises UserError where parts were built with another option than those of the checkpoint. One that was written
+    before options were recorded says nothing of them, and neither does it of an option that is newer than it."""
+    for key, options in built.items():
+        known = trained.get(key) if isinstance(trained, dict) else None
+        for name, value in options.items():
+            if isinstance(known, dict) and name in known and not _equal(known[name], value):
+                raise _other(path, f"{key}.{name}", known[name], value)
+
+
+def _equal(a: object, b: object) -> bool:
+    """Whether two options are the same; numbers but for the rounding of another machine."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-4)
+    return a == b
+
+
+def _other(path: Path, key: str, trained: object, built: object) -> UserError:
+    return UserError(
+        f"{path}: was trained with {key} {show(trained)}, the experiment has {show(built)}; write what it was trained "
+        "with, or train another head"
+    )
+
+
 def _told(content: dict[str, Any], path: Path) -> tuple[Identity, str, dict[str, Tensor]]:
     """What a checkpoint was trained for, its parts and its weights. Raises UserError where it says no such thing."""
     said, weights = content.get(KEY), content.get("state_dict")
@@ -186,13 +235,14 @@ def _told(content: dict[str, Any], path: Path) -> tuple[Identity, str, dict[str,
     for name, value in weights.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise UserError(f"{path}: {name} holds NaN or infinity; train another head, with a lower optimizer.lr")
-    return Identity(**{field.name: target[field.name] for field in fields(Identity)}), parts, weights
+    known = {field.name: target[field.name] for field in fields(Identity) if field.name in target}
+    return Identity(**known), parts, weights
 
 
 def _is_identity(said: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(said, dict):
         return False
-    return all(type(said.get(field.name)).__name__ == field.type for field in fields(Identity))
+    return all(type(said.get(field.name, field.default)).__name__ == field.type for field in fields(Identity))
 
 
 def _are_weights(found: object) -> TypeGuard[dict[str, Tensor]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,9 +31,13 @@ from eagle3_lab.data.answers import Answers
 from eagle3_lab.data.features import Features
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.preparation import Preparation
+from eagle3_lab.data.records import file_hash
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
-from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.key_options import OPTIONS
+from eagle3_lab.keys import Content, digest, reduced
+from eagle3_lab.parameters import flatten
+from eagle3_lab.target.load import TargetChoice, model_hash
 from eagle3_lab.tracking import Tracking
 from eagle3_lab.train import Model, Optimization
 from eagle3_lab.training import Training
@@ -43,10 +46,7 @@ LONGEST_NAME = 120
 """Of an experiment, in bytes: it begins a folder's name, which file systems limit to 255."""
 
 SHOWN = ("name", "tracking", "budgets")
-"""Keys that no result depends on."""
-
-MEASURED = ("answers", "evaluate", "judged_depth", "prepare")
-"""Keys that no trained weight depends on, but for what the data's own hash tells."""
+"""Keys that are no parameters of a run: they only name or show."""
 
 
 @dataclass
@@ -126,31 +126,49 @@ class Experiment:
         Raises:
             UserError: built without a YAML.
         """
+        return {key: value for key, value in self._plain().items() if key not in SHOWN}
+
+    def training_key(self, contents: Mapping[str, object]) -> str:
+        """Identity of a trained head: the options that decide it, and ``contents``, by name what others lead to, such
+        as the data's hash. Raises UserError as `choices`."""
+        return digest(reduced(self._tree(), self._training_keys()), dict(contents))
+
+    def training_options(self) -> dict[str, dict[str, str]]:
+        """The options that decide a trained head, "by value" and "by content", as parameters: to tell two trainings
+        apart. Raises UserError as `choices`."""
+        keys, tree = self._training_keys(), self._tree()
+        values, every = (flatten(reduced(tree, keys, of)["init_args"]) for of in (None, AS_WRITTEN))
+        return {BY_VALUE: values, BY_CONTENT: {key: value for key, value in every.items() if key not in values}}
+
+    def evaluation_key(self, contents: Mapping[str, object]) -> str:
+        """Identity of measured methods: the options that decide answers and seconds, and ``contents``, by name what
+        others lead to: the head, the target, the prompts. Raises UserError as `choices`."""
+        tree = self._tree()
+        target = reduced(tree["init_args"].pop("target"), ("evaluation",))  # whose files are known by their hashes
+        return digest(reduced(tree, ("evaluation",), FILES), target, dict(contents))
+
+    def _training_keys(self) -> tuple[str, ...]:
+        """Validation decides no weight but through a callback that watches it."""
+        watched = self.trainer is not None and bool(self.trainer.callbacks)
+        return ("training", "validation") if watched else ("training",)
+
+    def _tree(self) -> dict[str, Any]:
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": self._plain()}
+
+    def _plain(self) -> dict[str, Any]:
         if self.config is None:
             raise UserError(
                 f"experiment {self.name}: was built without a configuration, so nothing would tell its results from "
                 "another's; build it with eagle3_lab.load"
             )
-        chosen = {key: value for key, value in self.config.plain.items() if key not in SHOWN}
-        if self.features is not None:  # where they are kept and how they are read decides nothing, and may change
-            chosen["features"] = {"dtype": self.features.dtype, "layers": self.features.layers}
-        return chosen
-
-    def training_key(self, *parts: str) -> str:
-        """Identity of a trained head: nothing that only names, shows or measures it. ``parts`` is what else decides it,
-        such as the data's hash. Raises UserError as `choices`."""
-        trained = {key: value for key, value in self._decisive().items() if key not in MEASURED}
-        return _digest(trained, *parts)
-
-    def result_key(self, *parts: str) -> str:
-        """Identity of a trained and measured head. Raises UserError as `choices`."""
-        return _digest(self._decisive(), *parts)
-
-    def _decisive(self) -> dict[str, Any]:
-        """The choices that results depend on: of kept features the dtype alone, and nothing where none are kept."""
-        choices = {key: value for key, value in self.choices().items() if key != "features"}
-        return choices if self.features is None else choices | {"features": self.features.dtype}
+        return self.config.plain
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+BY_VALUE, BY_CONTENT = "by value", "by content"
+
+FILES: dict[str, Content] = {"AutoTree.measured": file_hash, "TargetChoice.model": model_hash}
+"""What the files lead to that an evaluation's methods name: measured costs, and a draft LM's folder."""
+
+AS_WRITTEN: dict[str, Content] = {
+    f"{cls}.{option}": str for cls, options in OPTIONS.items() for option in options if options[option].contents
+}

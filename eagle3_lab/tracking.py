@@ -38,6 +38,7 @@ __all__ = ["Run", "Status", "Tracking", "open_run", "serve_ui", "store_uri", "ui
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LONGEST_PARAM = 500
+LONGEST_TAG = 5000
 LONGEST_NAME = 120  # it is a folder's name as well
 KINDS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 shows it as one of prompts and traces
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
@@ -90,12 +91,14 @@ class Run:
         """Log a nested configuration under the keys of :func:`eagle3_lab.parameters.flatten`. A value of more than 500
         characters is cut visibly and kept whole as artifact ``params/KEY.txt``.
 
-        Raises: UserError where a continued run already holds another value for a key.
+        A continued run keeps the values that it began with, since MLflow's parameters never change; other values now
+        are its tag ``changed``. (Which run is continued is decided by a key of what its results depend on: the others
+        may change.)
         """
         from mlflow.entities import Param
 
         known = self._client.get_run(self.id).data.params
-        fresh = []
+        fresh, changed = [], []
         for key, value in flatten(tree).items():
             short = value
             if len(value) > LONGEST_PARAM:
@@ -103,15 +106,14 @@ class Run:
                 short = f"{value[: LONGEST_PARAM - len(file) - 20]} ... (whole: {file})"
                 self.log_text(value, file)
             if known.get(key, short) != short:
-                raise UserError(
-                    f"{key}: run {self.id} was started with {known[key]!r}, now it is {short!r}; "
-                    "continue it as it was started, or start a new run"
-                )
+                changed.append(f"{key}: {short}")
             if key not in known:
                 fresh.append(Param(key, short))
         with self._writing():
             for start in range(0, len(fresh), PER_BATCH):
                 self._client.log_batch(self.id, params=fresh[start : start + PER_BATCH])
+        if changed:
+            self.set_tags({"changed": "; ".join(changed)[:LONGEST_TAG]})
 
     def log_metrics(self, values: Mapping[str, int | float], step: int = 0) -> None:
         """Log scalars of one step in one call (a thousand a call). Slashes in names group charts: ``val/tau_walked``.

@@ -32,7 +32,7 @@ from eagle3_lab.onednn import float32_products
 from eagle3_lab.rows import Edge, Mask
 from eagle3_lab.sharded import shard
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs, TargetOut
+from eagle3_lab.types import Batch, DraftModel, DraftOut, FeatureSource, Needs, TargetOut, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Model:
             raise ValueError(f"model.start is {self.start} and model.public {self.public!r}: leave one out")
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise ValueError(f"draft_vocab must be >= 1, or null for every token, got {self.draft_vocab}")
+
+    def vocabulary_size(self, spec: TargetSpec) -> int:
+        """How many target ids the draft can say."""
+        return spec.real_vocab if self.draft_vocab is None else self.draft_vocab
 
     def loss(self) -> UnrolledLoss:
         """The loss these options describe. Raises ValueError for options that contradict each other."""

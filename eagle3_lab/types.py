@@ -147,6 +147,7 @@ class TargetSpec:
     tokenizer_hash: str = ""
     template_hash: str = ""
     vocabulary_hash: str = ""  # which text each token id stands for: all that a draft LM must share with its target
+    settings_hash: str = ""  # of what the weights do not tell, such as the rotary embedding; "": not known
     tokens: int = 0  # ids that stand for a text, the first ones; the head's rows behind them are padding. 0: all do
 
     @property
@@ -210,6 +211,18 @@ class Context(ABC):
         """Tell before training that rows of these documents cannot be served. Raises UserError; most serve all."""
 
 
+def plain_attributes(part: nn.Module) -> dict[str, object]:
+    """Return the public attributes of a module that are numbers, words, null, or lists and tuples of them."""
+
+    def is_plain(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(is_plain, value))
+        return value is None or isinstance(value, bool | int | float | str)
+
+    found = {name: value for name, value in vars(part).items() if not name.startswith("_") and is_plain(value)}
+    return {name: value for name, value in sorted(found.items()) if name != "training"}
+
+
 class FeatureSource(nn.Module, ABC):
     """Turns the target's hidden states into the draft's first carry; owns its projection."""
 
@@ -224,6 +237,15 @@ class FeatureSource(nn.Module, ABC):
     @abstractmethod
     def forward(self, taps: tuple[Float[Tensor, "B T Dt"], ...]) -> Float[Tensor, "B T D"]:
         """Features of T rows."""
+
+    def options(self) -> dict[str, object]:
+        """Return, once built, what decides this part's function beside its weights: by option, as numbers, words, null
+        and lists of them. What the target decided is resolved, so that equal options are equal functions.
+
+        A checkpoint keeps them, and a head is loaded only into parts of the same. By default they are the part's plain
+        public attributes.
+        """
+        return plain_attributes(self)
 
 
 class DraftModel(nn.Module, ABC):
@@ -257,6 +279,15 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def num_layers(self) -> int:
         """How many attention layers write keys to a context."""
+
+    def options(self) -> dict[str, object]:
+        """Return, once built, what decides this part's function beside its weights: by option, as numbers, words, null
+        and lists of them. What the target decided is resolved, so that equal options are equal functions.
+
+        A checkpoint keeps them, and a head is loaded only into parts of the same. By default they are the part's plain
+        public attributes.
+        """
+        return plain_attributes(self)
 
 
 class LanguageModel(nn.Module, ABC):

@@ -205,11 +205,13 @@ def test_processes_that_meet_in_a_new_folder_all_log_into_one_store(tmp_path: Pa
     assert {file.name for file in (tmp_path / "mlruns").iterdir()} == {"artifacts", "mlflow.db"}
 
 
-def test_continuing_with_another_parameter_is_refused_in_one_line(tracking: Tracking) -> None:
+def test_a_continued_run_keeps_the_parameters_it_began_with_and_says_which_are_others_now(tracking: Tracking) -> None:
     first = open_run(tracking)
-    first.log_params({"model": {"lr": 0.1}})
-    with pytest.raises(UserError, match=rf"^model\.lr: run {first.id} was started with '0\.1', now it is '0\.2'; "):
-        open_run(tracking, first.id).log_params({"model": {"lr": 0.2}})
+    first.log_params({"model": {"budget_mib": 256}, "seed": 0})
+    again = open_run(tracking, first.id)
+    again.log_params({"model": {"budget_mib": 64}, "seed": 0})
+    assert stored(again).data.params == {"model.budget_mib": "256", "seed": "0"}
+    assert stored(again).data.tags["changed"] == "model.budget_mib: 64"
 
 
 def test_a_moved_folder_still_works_for_old_and_new_files(tracking: Tracking, tmp_path: Path) -> None:

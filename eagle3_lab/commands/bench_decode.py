@@ -111,7 +111,8 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[
     found = Work.of(experiment, target, data).draft if path is None else path
     module = stages.build_module(experiment, target, data)
     if path is not None or found.is_file():
-        checkpoint.restore(found, target, module.source, module.draft)
+        size = model.vocabulary_size(target.spec)
+        checkpoint.restore(found, target, module.source, module.draft, draft_vocab=size)
         said = str(found)
     elif model.public is not None:
         said = model.public  # `build_module` has read it

@@ -104,7 +104,8 @@ def _trained(
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
     module = stages.build_module(experiment, target, data)
     if public is None:
-        checkpoint.restore(path, target, module.source, module.draft)
+        size = experiment.model.vocabulary_size(target.spec)
+        checkpoint.restore(path, target, module.source, module.draft, draft_vocab=size)
     else:
         path = Path(public)  # `build_module` has read it
     return path, module.to(target.device).eval()

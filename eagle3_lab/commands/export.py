@@ -31,7 +31,7 @@ def export(experiment: Experiment, *, folder: Path, checkpoint_path: Path | None
     target = inputs.load_target(experiment)
     if checkpoint_path is None:
         checkpoint_path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
-    checkpoint.restore(checkpoint_path, target, source, draft)
+    checkpoint.restore(checkpoint_path, target, source, draft, draft_vocab=model.vocabulary_size(target.spec))
     draft.lm.save(folder)
     print(f"{folder}: {draft.lm.spec.name}", file=sys.stderr)
 

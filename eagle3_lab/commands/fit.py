@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from pathlib import Path
 
 from eagle3_lab import checkpoint, ranks
@@ -64,11 +65,14 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     stages.check_rows(module, data)
     stages.check_features(experiment, target, data, module)
     heads = _heads(experiment, target, module)
-    work = work.beside(heads.hashes())
+    parts = measuring.evaluation_contents(experiment, target, data.prompts(), heads.hashes())
+    work = work.measured(experiment.evaluation_key(parts))
     closing.check_evaluation(experiment, target, data, heads)
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
+    if news := work.news():
+        print(news, file=sys.stderr)
     with work.held(), continued(experiment, data, work) as run:
         fresh = work.run_id() is None
         work.remember(run.id)
@@ -125,8 +129,8 @@ def closed(
 ) -> str:
     """The closing table as text: measured now, or as it was where nothing changed."""
     told, text = work.folder / CLOSING_JSON, work.folder / CLOSING_TEXT
-    before = read_object(told)
-    if (before.get("key"), before.get("run_id")) == (work.key, run.id) and text.is_file():
+    before, head = read_object(told), checkpoint.content_hash(work.draft)
+    if [before.get(name) for name in ("key", "run_id", "head")] == [work.key, run.id, head] and text.is_file():
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
         return text.read_text("utf-8")
@@ -139,7 +143,8 @@ def closed(
     table = closing.closing_table(experiment, target, measured, hits, run, work.draft)
     log_closing(experiment, table, run, journal, heads)
     write_text(text, as_text(table))
-    write_text(told, json_module.dumps({"key": work.key, **json_module.loads(as_json(table))}, indent=2) + "\n")
+    found = {"key": work.key, "head": head, **json_module.loads(as_json(table))}
+    write_text(told, json_module.dumps(found, indent=2) + "\n")
     if journal is not None:
         journal.remove()
     return as_text(table)

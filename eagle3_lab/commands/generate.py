@@ -228,13 +228,14 @@ def _require_some_head(experiment: Experiment) -> None:
 
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
     assert experiment.model is not None and experiment.data is not None
-    source, draft, public = experiment.model.features, experiment.model.draft, experiment.model.public
+    model = experiment.model
+    source, draft, public = model.features, model.draft, model.public
     if path is None:
         path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
         if not path.is_file() and public is None:
             raise _no_head(path)
     if is_file(path) or public is None:
-        checkpoint.restore(path, target, source, draft)
+        checkpoint.restore(path, target, source, draft, draft_vocab=model.vocabulary_size(target.spec))
     else:
         official.load(official.read(public), target, source, draft)
     return Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)

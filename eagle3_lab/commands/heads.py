@@ -77,7 +77,7 @@ def _named(name: str, experiment: Experiment, target: HFTarget, chain: list[Path
     path, trained = trained_by(name, experiment, target, chain)
     assert trained.model is not None
     source, draft = trained.model.features, trained.model.draft
-    checkpoint.restore(path, target, source, draft)
+    checkpoint.restore(path, target, source, draft, draft_vocab=trained.model.vocabulary_size(target.spec))
     head = Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)
     return NamedHead(head, path, checkpoint.content_hash(path))
 

@@ -14,6 +14,7 @@ import torch
 
 from eagle3_lab import checkpoint
 from eagle3_lab.commands.heads import Heads
+from eagle3_lab.commands.work import identity
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.decode.methods import Vanilla
 from eagle3_lab.evaluation import MEAN, VANILLA, Contestant, Evaluation, measure, questions
@@ -58,20 +59,32 @@ def open_journal(
     Raises:
         UserError: a task that cannot be read, or a journal that cannot.
     """
-    assert experiment.evaluate is not None
-    asked = questions(experiment.evaluate, held_out)
-    spec = target.spec
-    parts = {
+    parts = evaluation_contents(experiment, target, held_out, named) | {
         "verb": verb,
         "head": "" if head is None else _identity(head),
-        "named": sorted(named.items()),
-        "target": [spec.weights_hash, spec.tokenizer_hash, spec.template_hash, str(target.dtype)],
-        "asked": [(*place, asdict(prompt)) for place, prompt in asked.items()],
-        "methods": list(experiment.evaluate.methods),
         "code": [source_hash(), torch.__version__, machine()],
     }
-    key = experiment.result_key(json.dumps(parts))
+    key = experiment.evaluation_key(parts)
     return Journal(experiment.tracking.folder / "work" / f"{experiment.name}-answers-{key}.jsonl")
+
+
+def evaluation_contents(
+    experiment: Experiment, target: HFTarget, held_out: Sequence[Prompt] | None, named: Mapping[str, str]
+) -> dict[str, object]:
+    """What an evaluation depends on beside its options: the target, every prompt, and the heads that methods name.
+
+    Raises:
+        UserError: a task that cannot be read.
+    """
+    evaluation = experiment.evaluate
+    if evaluation is None:
+        return {}
+    asked = questions(evaluation, held_out)
+    return {
+        "target": identity(target),
+        "asked": [(*place, asdict(prompt)) for place, prompt in asked.items()],
+        "methods": {name: named.get(method.head or "", "") for name, method in evaluation.methods.items()},
+    }
 
 
 def _identity(head: Path) -> str:

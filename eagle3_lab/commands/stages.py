@@ -130,7 +130,8 @@ def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> 
         official.load(official.read(model.public), target, model.features, model.draft)
     elif (start := beginning(experiment, target)) is not None:
         try:
-            checkpoint.restore(start, target, model.features, model.draft)
+            size = model.vocabulary_size(target.spec)
+            checkpoint.restore(start, target, model.features, model.draft, draft_vocab=size)
         except UserError as error:
             raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
     else:
@@ -141,7 +142,7 @@ def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> 
 def draft_vocabulary(experiment: Experiment, target: HFTarget, data: ConversationData) -> Int[Tensor, " Vd"]:
     """The target ids that the draft will be able to say. Raises ValueError for a size that cannot be."""
     assert experiment.model is not None
-    size = target.spec.real_vocab if experiment.model.draft_vocab is None else experiment.model.draft_vocab
+    size = experiment.model.vocabulary_size(target.spec)
     always = sorted({*Chat(target.tokenizer).kept_ids, *target.spec.end_tokens})
     return choose(data.token_counts(), size, always, target.spec.real_vocab)
 

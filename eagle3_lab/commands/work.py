@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -17,17 +18,20 @@ from eagle3_lab import checkpoint, ranks
 from eagle3_lab.commands import inputs
 from eagle3_lab.commands.files import read_object, write_text
 from eagle3_lab.commands.named import at, file_of, in_store, read_named
-from eagle3_lab.config.reading import label
+from eagle3_lab.config.reading import brief, label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
-from eagle3_lab.experiment import Experiment
+from eagle3_lab.experiment import BY_CONTENT, BY_VALUE, Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.held import hold
+from eagle3_lab.keys import digest
 from eagle3_lab.paths import local_path
 from eagle3_lab.target.adapter import HFTarget
 
 CHECKPOINT = ".ckpt"
 LAST, DRAFT, STATE, PRODUCTS, LOCK = "last.ckpt", "draft.ckpt", "state.json", "products.json", "lock"
+DECIDES = "decides.json"
+CONTENTS = "contents"
 
 WITH_ADAMW = 12  # bytes of a float32 parameter in a checkpoint that training goes on from: itself and two moments
 ALONE = 4
@@ -38,28 +42,43 @@ class Work:
     """The folder of one training, named by content, so that an unchanged experiment finds it again.
 
     ``key`` is of everything that its run shows: the same training measured otherwise is shown by another run.
+    ``decides``: what decides the training, to tell two apart: options "by value" and "by content", and "contents".
     """
 
     folder: Path
     key: str
+    decides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @staticmethod
     def of(experiment: Experiment, target: HFTarget, data: ConversationData, chain: Sequence[Path] = ()) -> Work:
         """``chain``: files of experiments that named this one. Raises UserError as `beginning`."""
         assert experiment.model is not None
         start, public = beginning(experiment, target, chain), experiment.model.public
-        begun = [] if start is None else [checkpoint.content_hash(start)]
-        begun += [] if public is None else [official.content_hash(public)]
-        parts = (target.spec.weights_hash, data.hash, *begun)
-        folder = experiment.tracking.folder / "work" / f"{experiment.name}-{experiment.training_key(*parts)}"
-        return Work(folder, experiment.result_key(*parts))
+        contents = {f"target's {name}": str(value) for name, value in identity(target).items()}
+        contents["data's conversations"] = f"{data.hash}, {len(data.train)} documents to train on"
+        contents["model.start's head"] = "none" if start is None else checkpoint.content_hash(start)
+        contents["model.public's head"] = "none" if public is None else official.content_hash(public)
+        key = experiment.training_key(contents)
+        folder = experiment.tracking.folder / "work" / f"{experiment.name}-{key}"
+        return Work(folder, key, {**experiment.training_options(), CONTENTS: contents})
 
-    def beside(self, heads: Mapping[str, str]) -> Work:
-        """The same training, measured beside heads of these identities."""
-        if not heads:
-            return self
-        told = json.dumps([self.key, sorted(heads.items())])
-        return replace(self, key=hashlib.sha256(told.encode()).hexdigest()[:16])
+    def measured(self, evaluation_key: str) -> Work:
+        """The same training, measured as that key says."""
+        return replace(self, key=digest(self.folder.name, evaluation_key))
+
+    def news(self) -> str:
+        """Why this training is not one of those that are there under its name: what differs from the one that is most
+        alike; "" where it is there, or no other is."""
+        name = self.folder.name.rpartition("-")[0]
+        files = self.folder.parent.glob(f"{glob.escape(name)}-*/{DECIDES}")
+        others = {file.parent: read_object(file) for file in files if file.parent.name.rpartition("-")[0] == name}
+        found = {folder: told for folder, other in others.items() if (told := _differing(self.decides, other))}
+        if self._state() or not found:
+            return ""
+        near = min(found, key=lambda folder: (len(found[folder]), folder.name))
+        (first, (here, there)), *more = found[near].items()
+        told = f" (and {len(more)} more: {brief(', '.join(name for name, _ in more))})" if more else ""
+        return f"training: begins anew: {first} is {brief(here)}, in {near.name} {brief(there)}{told}"
 
     @property
     def draft(self) -> Path:
@@ -109,11 +128,38 @@ class Work:
 
     def remember(self, run_id: str) -> None:
         """Tie this training to a run, before its first step. Raises UserError where that cannot be written."""
+        write_text(self.folder / DECIDES, json.dumps(self.decides, indent=1) + "\n")
         write_text(self.folder / STATE, json.dumps({"run_id": run_id, "key": self.key}))
 
     def _state(self) -> dict[str, str]:
         found = read_object(self.folder / STATE)
         return found if isinstance(found.get("run_id"), str) else {}
+
+
+def _differing(mine: Mapping[str, Mapping[str, str]], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What differs by name, here and there. An option that counts by content is named where a content below its section
+    differs: it may be why."""
+    found: dict[str, tuple[str, str]] = {}
+    groups = [(mine.get(group, {}), other.get(group, {})) for group in (BY_VALUE, BY_CONTENT, CONTENTS)]
+    roots = [name.partition("'")[0] for name, value in groups[-1][0].items() if groups[-1][1].get(name) != value]
+    for group, (here, there) in zip((BY_VALUE, BY_CONTENT, CONTENTS), groups, strict=True):
+        for name in dict.fromkeys([*here, *there]):
+            explains = group != BY_CONTENT or any(f"{name}.".startswith(f"{root}.") for root in roots)
+            if here.get(name) != there.get(name) and explains:
+                found[name] = here.get(name, "not there"), there.get(name, "not there")
+    return found
+
+
+def identity(target: HFTarget) -> dict[str, object]:
+    """What a target's results depend on, by name: its files' content, not their place."""
+    spec = target.spec
+    return {
+        "weights": spec.weights_hash,
+        "settings": spec.settings_hash,
+        "tokenizer": spec.tokenizer_hash,
+        "chat template": spec.template_hash,
+        "end tokens": list(spec.end_tokens),
+    }
 
 
 def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> Path | None:

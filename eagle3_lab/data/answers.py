@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_lab.data.chat import Chat
@@ -19,6 +19,7 @@ from eagle3_lab.data.regenerate import ARITHMETIC, answers
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.held import hold
+from eagle3_lab.keys import chosen
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import COLDEST
@@ -65,7 +66,9 @@ class Answers:
         """Identity of the answers: the same key, the same file."""
         spec = target.spec
         parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype), str(ARITHMETIC)]
-        parts.append(json.dumps(asdict(self) | {"prompts": file_hash(self.prompts)}, sort_keys=True))
+        parts += [spec.settings_hash] if spec.settings_hash else []
+        options = chosen("Answers", vars(self), "answers") | {"prompts": file_hash(self.prompts)}
+        parts.append(json.dumps(options, sort_keys=True))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def place(self, target: HFTarget, chat: Chat, folder: Path) -> Path:

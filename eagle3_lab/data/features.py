@@ -80,6 +80,7 @@ class Features:
             width=spec.hidden,
             documents=len(found),
             tokens=sum(map(len, found)),
+            settings_hash=spec.settings_hash,
         )
 
     def place(self, contents: Contents, cache: Path) -> Path:

@@ -43,6 +43,7 @@ class Contents:
     documents: int
     tokens: int
     format: int = FORMAT
+    settings_hash: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,18 +63,23 @@ class Contents:
     @property
     def digest(self) -> str:
         """Identity of a store: what each of its shards carries."""
-        return _digest(asdict(self))
+        return _digest(self._said())
 
     @property
     def key(self) -> str:
         """Identity of what a store is made of, whatever layers it holds."""
-        return _digest({name: value for name, value in asdict(self).items() if name not in ("layers", "target")})
+        return _digest({name: value for name, value in self._said().items() if name not in ("layers", "target")})
+
+    def _said(self) -> dict[str, object]:
+        """All fields; settings that are not known are left out, as they were before there were any."""
+        return {name: value for name, value in asdict(self).items() if value != "" or name != "settings_hash"}
 
     def differs(self, wanted: Contents) -> str:
         """Why this is not what is ``wanted``, or "". More layers than wanted are no difference."""
         for what, mine, theirs in (
             ("in format", self.format, wanted.format),
             ("of a target with weights hash", self.weights_hash, wanted.weights_hash),
+            ("of a target whose config.json has hash", self.settings_hash, wanted.settings_hash),
             ("of a tokenizer with hash", self.tokenizer_hash, wanted.tokenizer_hash),
             ("of a chat template with hash", self.template_hash, wanted.template_hash),
             ("of a target run in", self.target_dtype, wanted.target_dtype),

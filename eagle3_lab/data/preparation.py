@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,21 +22,28 @@ from eagle3_lab.data.conversations import Report, usable_beginning
 from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, reasons
 from eagle3_lab.data.journal import Journal, journal
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised
-from eagle3_lab.data.prepared import answered, as_they_stand, manifest_of, put, require_whole, tallies
+from eagle3_lab.data.prepared import (
+    answered,
+    as_they_stand,
+    manifest_of,
+    put,
+    read_manifest,
+    require_whole,
+    tallies,
+)
 from eagle3_lab.data.prompts import Desk, Prompts, Talk, in_order_of, questions
 from eagle3_lab.data.records import file_hash
 from eagle3_lab.data.regenerate import ARITHMETIC
 from eagle3_lab.data.server import ByServer, Server
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.errors import UserError
+from eagle3_lab.keys import chosen
 from eagle3_lab.progress import stage
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.types import COLDEST
 
 VERSION = 2  # of what is made: another one is made anew
-UNSEEN = ("concurrency", "retries", "timeout_s", "key_file", "remote")
-"""Of the server, what no answer depends on."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,8 @@ class Preparation:
 
     def identity(self, target: HFTarget, chat: Chat) -> dict[str, Any]:
         """What decides the file, as JSON. Raises UserError for a source that is not there."""
-        spec, server = target.spec, None if self.server is None else asdict(self.server)
+        spec = target.spec
+        settings = {"settings_hash": spec.settings_hash} if spec.settings_hash else {}
         return {
             "version": VERSION,
             "arithmetic": ARITHMETIC,
@@ -131,17 +139,14 @@ class Preparation:
                 "tokenizer_hash": spec.tokenizer_hash,
                 "template_hash": chat.template_hash,
                 "dtype": str(target.dtype),
+                **settings,
             },
+            **chosen("Preparation", vars(self), "answers"),
             "prompts": self.prompts.identity(),
-            "regenerate": self.regenerate,
-            "sampling": asdict(self.sampling),
-            "server": server and {key: value for key, value in server.items() if key not in UNSEEN},
-            "held_out": self.held_out,
+            "sampling": chosen("Sampling", vars(self.sampling), "answers"),
+            "server": self.server and chosen("Server", vars(self.server), "answers"),
             "dtype": str(self.dtype or target.dtype),
-            "rows": self.rows,
-            "batch_tokens": self.batch_tokens,
             "avoid": [asdict(task) | {"path": task.path and file_hash(task.path)} for task in self.avoid],
-            "limit": self.limit,
         }
 
     def place(self, target: HFTarget, chat: Chat, folder: Path) -> Path:
@@ -169,6 +174,7 @@ class Preparation:
         if place.is_file():
             require_whole(place)
             unfinished.unlink(missing_ok=True)  # a kill behind the last write left it
+            self._renew_licences(place)
             return place
         with journal(unfinished) as kept:
             report = Report("prompts")
@@ -273,11 +279,21 @@ class Preparation:
     def _manifest(
         self, target: HFTarget, chat: Chat, records: Sequence[dict[str, Any]], text: str, reports: Sequence[Report]
     ) -> dict[str, Any]:
-        used = {record["source"] for record in records}
-        licences = {name: terms for name, terms in sorted(self.prompts.licences().items()) if name in used}
+        licences = self._licences({record["source"] for record in records})
         stages = [report.counts() for report in reports]
         said = {"target_name": target.spec.name, "licences": licences, "stages": stages}
         return self.identity(target, chat) | tallies(records, text) | said
+
+    def _licences(self, used: Collection[str]) -> dict[str, str]:
+        """The terms of the sources that are used, by their names."""
+        return {name: terms for name, terms in sorted(self.prompts.licences().items()) if name in used}
+
+    def _renew_licences(self, place: Path) -> None:
+        """Write the terms as they are stated now into the manifest of a finished file: they decide no answer."""
+        manifest = read_manifest(place)
+        licences = self._licences(manifest.get("by_source", {}))
+        if manifest.get("licences") != licences:
+            put(manifest_of(place), json.dumps(manifest | {"licences": licences}, indent=2, ensure_ascii=False) + "\n")
 
 
 def _dialogue(talk: Talk, number: int) -> Dialogue:

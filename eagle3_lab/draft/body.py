@@ -73,6 +73,11 @@ class FittedBody:
     rms_eps: float
     angles: RopeAngles
 
+    def options(self) -> dict[str, object]:
+        """What decides the layers' function beside their weights, as `DraftModel.options` gives it."""
+        sizes = {name: value for name, value in vars(self).items() if name != "angles"}
+        return sizes | self.angles.options()
+
 
 class RopeAngles:
     """Cosine and sine of rows' positions. No module, so that a cast of the draft to bfloat16 leaves the frequencies
@@ -85,6 +90,15 @@ class RopeAngles:
     def rotary(self) -> Rotary:
         """What the angles are made from."""
         return self._rotary
+
+    def options(self) -> dict[str, object]:
+        """The base of the frequencies, and where they are not the plain ones of that base, scale and frequencies."""
+        frequencies = self._rotary.inv_freq.double().cpu()
+        base = float((frequencies[0] / frequencies[1]) ** len(frequencies)) if len(frequencies) > 1 else 1.0
+        plain = plain_rotary(base, 2 * len(frequencies)).inv_freq.double()
+        scaled = self._rotary.scale != 1 or not torch.allclose(frequencies, plain, rtol=1e-3, atol=0)
+        scaling = [self._rotary.scale, *frequencies.tolist()] if scaled else None
+        return {"rope_base": float(f"{base:.4g}"), "rope_scaling": scaling}
 
     def __call__(self, position: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
         """[B, T, d] each, shared by all layers of a step."""

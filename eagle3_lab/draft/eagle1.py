@@ -70,7 +70,7 @@ class Eagle1(DraftModel):
             attention = SelfAttention.of(body, index, width, width)
             self.layers.append(DecoderLayer(attention, width, body.intermediate, body.rms_eps, normed=index > 0))
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
-        self._angles = body.angles
+        self._body, self._angles = body, body.angles
         self._target = (target,)  # in a tuple, so that no module ever counts the target's weights as the draft's
         self._head_dtype = target.head_rows(vocab[:1]).dtype
 
@@ -98,3 +98,6 @@ class Eagle1(DraftModel):
     @property
     def num_layers(self) -> int:
         return self.body.num_layers
+
+    def options(self) -> dict[str, object]:
+        return self._body.options() | {"bias": self.bias}

@@ -61,3 +61,6 @@ class FirstLayers(CausalDraft):
     @property
     def num_layers(self) -> int:
         return self.count
+
+    def options(self) -> dict[str, object]:
+        return {"layers": self.count, "train_embedding": self.train_embedding}

@@ -75,3 +75,6 @@ class HeadPerStep(DraftModel):
     @property
     def vocab(self) -> Int[Tensor, " Vd"]:
         return self.draft_vocab.ids()
+
+    def options(self) -> dict[str, object]:
+        return {"heads": self.steps, "num_layers": self.blocks_each}

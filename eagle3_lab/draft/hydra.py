@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.draft.body import Body, RopeAngles
+from eagle3_lab.draft.body import Body, FittedBody, RopeAngles
 from eagle3_lab.draft.head import HeadPerStep, HeadStart
 from eagle3_lab.draft.layer import DecoderLayer, RMSNorm, SelfAttention
 from eagle3_lab.draft.medusa import ResBlock
@@ -43,7 +43,12 @@ class PrefixLayer(nn.Module):
         attention = SelfAttention.of(body, 0, width, width)
         self.layer = DecoderLayer(attention, width, body.intermediate, eps)
         self.norm = RMSNorm(width, eps)
+        self._body: FittedBody = body
         self._angles: RopeAngles = body.angles
+
+    def options(self) -> dict[str, object]:
+        """What decides its function beside its weights and the target's sizes, as `DraftModel.options` gives it."""
+        return {name: value for name, value in self._body.options().items() if name.startswith(("rope_", "rms_"))}
 
     def forward(self, features: Float[Tensor, "B T D"], rows: Rows, context: Context) -> Float[Tensor, "B T D"]:
         return self.norm(self.layer(features, self._angles(rows.position), rows, context))
@@ -99,6 +104,10 @@ class Hydra(HeadPerStep):
     @property
     def num_layers(self) -> int:
         return 1 if self.prefix else 0
+
+    def options(self) -> dict[str, object]:
+        layer = {} if self.prefix_layer is None else self.prefix_layer.options()
+        return super().options() | {"prefix": self.prefix} | layer
 
     def _mlp(self, reads: int, width: int) -> nn.Sequential:
         return nn.Sequential(JoiningBlock(reads, width), *(ResBlock(width) for _ in range(self.blocks_each - 1)))

@@ -212,7 +212,7 @@ class Eagle3(DraftModel):
         self.norm = RMSNorm(width, body.rms_eps)
         self.draft_vocab = DraftVocab(vocab, spec.vocab)
         self.lm_head = make_head(target, width, vocab, self.head)
-        self._angles = body.angles
+        self._body, self._angles = body, body.angles
 
     def start(self, features: Float[Tensor, "B T D"]) -> Carry:
         # the residual stream keeps the parameters' dtype: float32 under autocast, too
@@ -240,6 +240,9 @@ class Eagle3(DraftModel):
     @property
     def num_layers(self) -> int:
         return self.body.num_layers
+
+    def options(self) -> dict[str, object]:
+        return self._body.options() | {"embedding": self.embedding, "feedback": self.feedback}
 
     @property
     def rotary(self) -> Rotary:

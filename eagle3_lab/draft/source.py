@@ -59,6 +59,8 @@ class FusedFeature(FeatureSource):
     def build(self, target: FrozenTarget) -> int:
         hidden, states = target.spec.hidden, len(self.layers(target.spec.layers))
         width = self.width or hidden
+        self._read = self.layers(target.spec.layers)
+        self._eps = target.spec.rms_eps
         self.fc = nn.Linear(states * hidden, width, bias=False)
         norms = [RMSNorm(hidden, target.spec.rms_eps) for _ in range(states)] if self.normed else []
         self.fc_norm = nn.ModuleList(norms)
@@ -70,6 +72,10 @@ class FusedFeature(FeatureSource):
         if self.normed:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         return self.fc(torch.cat(states, dim=-1))
+
+    def options(self) -> dict[str, object]:
+        found = {"layers": list(self._read), "width": self.fc.out_features, "normed": self.normed}
+        return found | ({"rms_eps": self._eps} if self.normed else {})
 
 
 class TopFeature(FeatureSource):

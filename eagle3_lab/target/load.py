@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from eagle3_lab import ranks
 from eagle3_lab.captured import CudaRecord
@@ -132,7 +132,8 @@ class TargetChoice:
         if self.pack and pack(model) and self.device_map is None:
             join(model, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
         record = CudaRecord(model.device) if self.capture else None
-        target = HFTarget(model, tokenizer, describe(model, tokenizer, self.model), record)
+        spec = replace(describe(model, tokenizer, self.model), settings_hash=settings_hash(self.model, source))
+        target = HFTarget(model, tokenizer, spec, record)
         if self.probe:
             probe(target)
         return target
@@ -249,6 +250,42 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     or pad a batch."""
     named = sorted((token, text) for text, token in tokenizer.get_vocab().items())
     return _short("\n".join(f"{token} {text}" for token, text in named).encode())
+
+
+UNDECIDING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Fields of a config.json that change no state of a model: who wrote it, and what is chosen when it is loaded."""
+
+
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+"""Endings of a model folder's files that decide what the model does."""
+
+
+def settings_hash(name: str, source: str) -> str:
+    """Return the identity of a model's config.json, of what its weights do not tell: rotary embedding, windows, scales.
+    "" for the embedded target, whose own never changes."""
+    file = None if name == EMBEDDED else cached_file(source, "config.json")
+    if file is None:
+        return ""
+    return _short(json.dumps(_deciding(json.loads(Path(file).read_text("utf-8"))), sort_keys=True).encode())
+
+
+def _deciding(node: Any) -> Any:  # noqa: ANN401 - JSON has no better type
+    if isinstance(node, dict):
+        return {name: _deciding(value) for name, value in node.items() if name not in UNDECIDING}
+    return [_deciding(value) for value in node] if isinstance(node, list) else node
+
+
+def model_hash(name: str) -> str:
+    """Return the identity of a model that is not loaded: a local folder's files by their bytes, any other by its name.
+    Raises UserError for a folder that is not there."""
+    folder = None if name == EMBEDDED else TargetChoice(name).folder()
+    if folder is None:
+        return name
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES):
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -173,20 +173,11 @@ def test_what_cannot_be_kept_is_told_before_training(bench: Bench, monkeypatch: 
 
 
 def test_of_kept_features_the_dtype_alone_makes_another_training(bench: Bench) -> None:
-    def keys(*words: str) -> tuple[str, str]:
-        experiment = load(str(bench.yaml), *words)
-        return experiment.training_key("d"), experiment.result_key("d")
+    def key(*words: str) -> str:
+        return load(str(bench.yaml), *words).training_key({})
 
-    online = keys()
-    assert keys("features=null") == online
-    narrow = keys("features.dtype=bfloat16")
-    assert keys("features.layers=[0]", "features.threads=3", "features.folder=elsewhere") == narrow
-    assert len({online, narrow, keys("features.dtype=float32")}) == 3
-
-
-def test_an_experiment_that_keeps_none_is_known_as_before_there_were_stores(bench: Bench) -> None:
-    experiment = load(str(bench.yaml))
-    assert experiment.config is not None and experiment.config.plain["features"] is None
-    known = experiment.training_key("d")
-    del experiment.config.plain["features"]
-    assert experiment.training_key("d") == known
+    online = key()
+    assert key("features=null") == online
+    narrow = key("features.dtype=bfloat16")
+    assert key("features.layers=[0]", "features.threads=3", "features.folder=elsewhere") == narrow
+    assert len({online, narrow, key("features.dtype=float32")}) == 3
