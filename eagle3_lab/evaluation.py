@@ -214,7 +214,7 @@ class _Player:
 
     def ids(self, place: Place, prompt: Prompt, said: Sequence[str] = ()) -> list[int]:
         """The prompt behind the answers it has so far. Raises UserError where that fills the context."""
-        ids, context = self._chat.prompt_ids(prompt.messages(said)), self._target.spec.max_positions
+        ids, context = self._chat.prompt_ids(prompt.messages(said), prompt.tools), self._target.spec.max_positions
         if len(ids) >= context:
             raise UserError(
                 f"task {place.task}: turn {len(said)} of prompt {prompt.id} has {len(ids)} tokens, which leaves no "

@@ -125,7 +125,11 @@ def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[
 def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | None, count: int) -> list[list[int]]:
     """First turns, task by task. Raises UserError where there are too few, or one that fills the context."""
     chat, held_out = Chat(target.tokenizer), None if data is None else data.prompts()
-    ids = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(held_out)]
+    ids = [
+        chat.prompt_ids(prompt.messages(), prompt.tools)
+        for task in evaluation.tasks
+        for prompt in task.prompts(held_out)
+    ]
     if len(ids) < count:
         raise UserError(f"evaluate.tasks: {len(ids)} prompts, {count} are needed; raise the limit, or lower --prompts")
     context = target.spec.max_positions

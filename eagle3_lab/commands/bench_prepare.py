@@ -103,7 +103,7 @@ def _ids(target: HFTarget, prompts: str, count: int, tokens: int) -> list[list[i
     if len(asked) < count:
         raise UserError(f"--count: {count}, but {prompts} has {len(asked)} prompts; a smaller number")
     chat = Chat(target.tokenizer)
-    ids = [chat.prompt_ids(one.messages()) for one in asked]
+    ids = [chat.prompt_ids(one.messages(), one.tools) for one in asked]
     if (longest := max(map(len, ids))) + tokens > target.spec.max_positions:
         raise UserError(
             f"--tokens: {tokens} behind a prompt of {longest} tokens, but {target.spec.name} has room for "

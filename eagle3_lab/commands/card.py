@@ -29,7 +29,7 @@ def data_card(data: ConversationData, vocabulary: Int[Tensor, " Vd"], vocab: int
     parts = {"train": data.train, "held_out": data.held_out}
     return {
         "hash": data.hash,
-        "parts": {name: _part(found) for name, found in parts.items() if found},
+        "parts": {name: _part(found) | {"rows": data.rows(found)} for name, found in parts.items() if found},
         "dropped_for_looping": _dropped_for_looping(data),
         "draft_vocabulary": {
             "size": len(vocabulary),
@@ -38,7 +38,8 @@ def data_card(data: ConversationData, vocabulary: Int[Tensor, " Vd"], vocab: int
         },
         "sources": dict(sorted(Counter(one.source for one in _conversations(data.train)).items())),
         "licences": data.licences(),
-        "stages": [str(report) for report in data.reports],
+        "stages": [str(report) for report in data.way()],
+        "counts": [{"seen": report.seen} | report.counts() for report in data.way()],
     }
 
 
@@ -46,8 +47,9 @@ def card_text(card: dict[str, Any]) -> str:
     """The card for reading."""
     lines = [f"data {card['hash']}"]
     for name, part in card["parts"].items():
-        sizes = f"{part['conversations']} conversations in {part['documents']} documents, {part['tokens']} tokens"
-        lines.append(f"{name}: {sizes}, {part['supervised']} supervised ({part['supervised'] / part['tokens']:.1%})")
+        sizes = f"{part['conversations']} conversations in {part['documents']} documents in {part['rows']} rows"
+        share = f"{part['supervised']} supervised ({part['supervised'] / part['tokens']:.1%})"
+        lines.append(f"{name}: {sizes}, {part['tokens']} tokens, {share}")
         lengths = ", ".join(f"{what.replace('_', ' ')} {value}" for what, value in part["document_tokens"].items())
         lines.append(f"  tokens a document: {lengths}")
         shares = f"cut at the token limit {part['cut']:.1%}, greedy {part['greedy']:.1%}"
@@ -87,7 +89,7 @@ def _part(found: Sequence[Document]) -> dict[str, Any]:
 
 
 def _dropped_for_looping(data: ConversationData) -> dict[str, Any]:
-    count = sum(report.dropped[LOOPING] for report in data.reports)
+    count = sum(report.dropped[LOOPING] for report in data.reports)  # they are dropped after they were read
     kept = len(_conversations(data.train)) + len(_conversations(data.held_out))
     return {"count": count, "share": count / (count + kept)}
 

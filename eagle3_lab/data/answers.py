@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.records import file_hash
-from eagle3_lab.data.regenerate import ARITHMETIC, answers
+from eagle3_lab.data.regenerate import ARITHMETIC, Answer, answers
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.held import hold
@@ -88,7 +88,7 @@ class Answers:
         if place.is_file():
             return place
         questions = self.questions()
-        ids = [chat.prompt_ids(q.messages()) for q in questions]
+        ids = [chat.prompt_ids(q.messages(), q.tools) for q in questions]
         for question, prompt in zip(questions, ids, strict=True):
             if len(prompt) + self.max_new_tokens > target.spec.max_positions:
                 raise UserError(
@@ -100,7 +100,7 @@ class Answers:
         try:
             with hold(lock, busy):
                 if not place.is_file():  # another process may have finished it between our look and our lock
-                    self._write(target, questions, ids, place, on_answer)
+                    self._write(target, chat, questions, ids, place, on_answer)
             lock.unlink(missing_ok=True)  # whoever takes it from now on finds the file and writes nothing
         except OSError as error:
             raise UserError(
@@ -111,6 +111,7 @@ class Answers:
     def _write(
         self,
         target: HFTarget,
+        chat: Chat,
         questions: Sequence[Prompt],
         ids: Sequence[Sequence[int]],
         place: Path,
@@ -130,7 +131,7 @@ class Answers:
         )
         with unfinished.open("a", encoding="utf-8") as file:
             for answer in made:
-                record = _record(questions[answer.index], answer.tokens, answer.cut, self.temperature, target)
+                record = _record(questions[answer.index], ids[answer.index], answer, self.temperature, chat)
                 record["tokens"] = len(answer.tokens)  # in the unfinished file alone
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 file.flush()
@@ -144,18 +145,21 @@ class Answers:
         unfinished.unlink()
 
 
-def _record(question: Prompt, tokens: tuple[int, ...], cut: bool, temperature: float, target: HFTarget) -> dict:
-    text = target.tokenizer.decode(list(tokens if cut else tokens[:-1]))
-    messages = [*question.messages(), {"role": "assistant", "content": text}]
-    return {
+def _record(question: Prompt, prompt: Sequence[int], answer: Answer, temperature: float, chat: Chat) -> dict:
+    tokens, asked = answer.tokens, question.messages()
+    text = chat.text_behind(prompt, tokens if answer.cut else tokens[:-1])
+    record = {
         "id": question.id,
         "source": "fresh",
         "split": "train",
         "temperature": temperature,
-        "cut": cut,
+        "cut": answer.cut,
         "looping": is_looping(tokens),
-        "messages": messages,
+        "messages": [*asked, {"role": "assistant", "content": text}],
     }
+    if chat.taught(asked, text, cut=answer.cut, tools=question.tools) != list(tokens):
+        record["exact"] = False
+    return record | ({"tools": list(question.tools)} if question.tools else {})
 
 
 def _finished(unfinished: Path) -> dict[str, dict]:

@@ -10,6 +10,9 @@ the whole conversation shows such an answer as it was written, so each is put be
 conversation becomes several documents, each with the answers that followed each other unchanged; what the prompt
 supplies, and earlier answers without their reasoning, are not supervised.
 
+What an answer has beside its text (a tool that it calls, reasoning) is rendered by the template or the conversation is
+refused: that the template renders it is seen by rendering with and without.
+
 Knows a tokenizer; does not know files, lengths or rows.
 """
 
@@ -19,17 +22,18 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3_lab.data.turns import REASONING, WRITTEN, Message, Tools
 from eagle3_lab.errors import UserError
-
-Message = dict[str, str]
-"""One turn: its ``role`` (system, user, assistant or tool) and its ``content``."""
 
 Span = tuple[int, int]
 """Where an answer stands in a rendered text: its first character, and the one behind its end-of-turn token."""
+
+CHANGED, MOVED = "changes an answer's text", "renders an answer otherwise than the prompt, the answer and its end"
+CONTEXT = 8  # tokens of a prompt that are decoded with what is written behind it
 
 THINK, UNTHINK = "<think>", "</think>"
 _SUPPLIED = re.compile(rf"{THINK}\s*(?:{UNTHINK}\s*)?$")
@@ -49,6 +53,15 @@ class Encoded:
 
     ids: list[int]
     supervised: list[bool]
+
+
+class Refused(UserError):
+    """A conversation that a template cannot render or mask. ``reason``: the same words for all of one fault, to count
+    them by."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = f"the chat template {reason}"
 
 
 class Chat:
@@ -83,19 +96,20 @@ class Chat:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.markers = tuple(sorted(filter(str.strip, added | set(tokenizer.all_special_tokens))))
         self.takes_tools = self._renders_tools()
+        self._anchor = self._find_anchor()
 
-    def encode(self, messages: Sequence[Message], *, cut: bool = False) -> Encoded:
+    def encode(self, messages: Sequence[Message], *, cut: bool = False, tools: Tools = ()) -> Encoded:
         """`encode_each` of a conversation that is one document, as it is under every template but a thinking one.
 
         Raises:
             UserError: as `encode_each`, and for a conversation of several documents.
         """
-        found = self.encode_each(messages, cut=cut)
+        found = self.encode_each(messages, cut=cut, tools=tools)
         if len(found) > 1:
             raise UserError(f"conversation: {len(found)} documents under a thinking template, one is asked for")
         return found[0]
 
-    def encode_each(self, messages: Sequence[Message], *, cut: bool = False) -> list[Encoded]:
+    def encode_each(self, messages: Sequence[Message], *, cut: bool = False, tools: Tools = ()) -> list[Encoded]:
         """Ids of a whole conversation; every assistant turn is supervised, in one of the documents.
 
         ``cut``: the target ran out of tokens in the last answer, so the text ends with it, without an end of turn that
@@ -105,10 +119,14 @@ class Chat:
         answer, as a server does; where a token would straddle such a border, the two sides are tokenised apart,
         because the target wrote its answer behind the prompt's ids as they were.
 
+        ``tools``: the definitions that the target read.
+
         Raises:
-            UserError: no assistant turn, or a template that changes, moves or hides one.
+            UserError: no assistant turn.
+            Refused: a template that refuses these turns, or changes, moves or hides an answer or what belongs to it.
         """
-        found = [self._spans(messages)] if self._reasoning is None else self._served(messages)
+        self._require_rendered(messages, tools)
+        found = [self._spans(messages, tools)] if self._reasoning is None else self._served(messages, tools)
         if not found or not found[-1][1]:
             raise UserError("conversation: no assistant turn, so there is nothing to learn from")
         if cut:
@@ -118,27 +136,60 @@ class Chat:
             found[-1] = text[:end], [*spans[:-1], (start, end)]
         return [self._tokenise(text, spans) for text, spans in found]
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Ids up to and including the generation prompt: the beginning of ``encode([*messages, answer]).ids``, or of
-        its last document's."""
-        text = self.rendered(messages, generation=True)
+        its last document's. Raises Refused as `encode_each`."""
+        text = self.rendered(messages, generation=True, tools=tools)
         if self._reasoning is not None:
-            whole, spans = self._served(messages)[-1] if _answered(messages) else ("", [])
+            whole, spans = self._served(messages, tools)[-1] if _answered(messages) else ("", [])
             return self._tokenise(text, spans if text.startswith(whole) else []).ids
-        whole, spans = self._spans(messages)
+        whole, spans = self._spans(messages, tools)
         if spans and text[: spans[-1][1]] != whole[: spans[-1][1]]:
             _refuse("changes earlier turns when the generation prompt is added")
         return self._tokenise(text, spans).ids
 
+    def text_behind(self, prompt: Sequence[int], written: Sequence[int]) -> str:
+        """The text of tokens that were written behind a prompt. Alone, the first token of many tokenizers loses the
+        space before it."""
+        before = list(prompt[-CONTEXT:])
+        text, joint = (str(self._tokenizer.decode(ids)) for ids in (before, [*before, *written]))
+        return joint.removeprefix(text) if joint.startswith(text) else str(self._tokenizer.decode(list(written)))
+
+    def taught(
+        self, messages: Sequence[Message], answer: str, *, cut: bool = False, tools: Tools = ()
+    ) -> list[int] | None:
+        """The tokens that training supervises where ``answer`` follows ``messages``, its end of turn included unless it
+        is ``cut``: what was written, if and only if they are equal. None where the template refuses such an answer, or
+        changes the prompt's ids before it."""
+        try:
+            prompt = self.prompt_ids(messages, tools)
+            found = self.encode_each([*messages, {"role": "assistant", "content": answer}], cut=cut, tools=tools)[-1]
+        except Refused:
+            return None
+        if found.ids[: len(prompt)] != prompt:
+            return None
+        behind = zip(found.ids[len(prompt) :], found.supervised[len(prompt) :], strict=True)
+        return [token for token, mine in behind if mine]
+
+    def refusal(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        """Why ``messages``, of which the last is a question, cannot be put to the target, or ""."""
+        try:
+            self._require_rendered(messages, tools)
+            self.prompt_ids(messages, tools)
+        except Refused as error:
+            return error.reason
+        return ""
+
     def misfit(self, messages: Sequence[Message], *, cut: bool = False) -> str:
         """Why the target cannot have written these answers behind this template's prompts, or "": reasoning where
         there is none to be, or none where it is asked for."""
-        answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+        answers = [turn for turn in messages if turn["role"] == "assistant"]
         for i, answer in enumerate(answers):
             unfinished = cut and i == len(answers) - 1
-            if self._reasoning in ("asked", "opened") and UNTHINK not in answer and not unfinished:
+            text, beside = answer["content"], any(key in answer for key in REASONING)
+            if self._reasoning in ("asked", "opened") and UNTHINK not in text and not beside and not unfinished:
                 return "no reasoning where the template asks for it (target.thinking: false asks for none)"
-            if self._reasoning == "closed" and (THINK in answer or UNTHINK in answer):
+            if self._reasoning == "closed" and (THINK in text or UNTHINK in text or beside):
                 return "reasoning where the template allows none"
         return ""
 
@@ -155,13 +206,16 @@ class Chat:
         texts = [turn["content"] for turn in messages if turn["role"] != "assistant"]
         return any(marker in text for text in texts for marker in self.markers)
 
-    def rendered(self, messages: Sequence[Message], *, generation: bool = False) -> str:
-        """The template's text, with the generation prompt behind it or not. Raises UserError where it refuses."""
+    def rendered(self, messages: Sequence[Message], *, generation: bool = False, tools: Tools = ()) -> str:
+        """The template's text, with the generation prompt behind it or not. Raises Refused where it refuses."""
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation
+            )
         except Exception as error:  # noqa: BLE001 - a template is a program of the target's
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise UserError(f"chat template: cannot render roles {[m['role'] for m in messages]} ({said})") from None
+            fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            roles = [message["role"] for message in messages]
+            raise Refused(f"chat template: cannot render roles {roles} ({fault})", f"refuses it ({fault})") from None
         assert isinstance(text, str)
         return text
 
@@ -212,23 +266,70 @@ class Chat:
         return "free" if stripped else None
 
     def _renders_tools(self) -> bool:
+        """Whether a tool's result is rendered, behind a call that is written out or in the fields for it."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "beta", "arguments": {}}}
+        called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result: Message = {"role": "tool", "content": "delta", "name": "beta", "tool_call_id": call["id"]}
+        for talk in ([*_PROBE, {"role": "tool", "content": "delta"}], [_PROBE[0], called, result]):
+            try:
+                if "delta" in self.rendered(talk, generation=True):
+                    return True
+            except Refused:
+                continue
+        return False
+
+    def _find_anchor(self) -> str:
+        """What a text is put behind to be read as the middle of one: a line break, where the tokenizer puts a space
+        before what it reads alone; else nothing."""
+        anchor, alone = self._ids("\n"), self._ids("alpha")
+        joint = self._ids("\nalpha")
+        return "\n" if joint[: len(anchor)] == anchor and joint[len(anchor) :] != alone else ""
+
+    def ids_behind(self, text: str) -> list[int]:
+        """Ids of a text that stands behind another."""
+        anchor, joint = self._ids(self._anchor), self._ids(self._anchor + text)
+        return joint[len(anchor) :] if joint[: len(anchor)] == anchor else self._ids(text)
+
+    def _require_rendered(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raises Refused where the template leaves out tools, or what an answer has beside its text."""
+        first = next((i for i, turn in enumerate(messages) if turn["role"] == "assistant"), len(messages))
+        if tools:
+            prompt = self.rendered(messages[:first], generation=True, tools=tools)
+            for some in ((), *((*tools[:i], *tools[i + 1 :]) for i in range(len(tools)) if len(tools) > 1)):
+                if self._renders(messages[:first], some, prompt, generation=True):
+                    _refuse("does not render tools")
+        for i, turn in enumerate(messages):
+            if turn["role"] != "assistant" or not any(key in turn for key in WRITTEN):
+                continue
+            before, shown = messages[:i], self.rendered(messages[: i + 1], tools=tools)
+            for key, less in _lessened(turn):
+                if self._renders([*before, less], tools, shown):
+                    _refuse(f"does not render {key} of turn {i} (assistant)", f"does not render {key}")
+
+    def _renders(self, messages: Sequence[Message], tools: Tools, text: str, *, generation: bool = False) -> bool:
+        """Whether the template gives this text; False where it refuses the messages."""
         try:
-            return "delta" in self.rendered([*_PROBE, {"role": "tool", "content": "delta"}], generation=True)
-        except UserError:
+            return self.rendered(messages, generation=generation, tools=tools) == text
+        except Refused:
             return False
 
-    def _served(self, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
+    def _served(self, messages: Sequence[Message], tools: Tools) -> list[tuple[str, list[Span]]]:
         """Under a thinking template: texts as they were served, with the spans of the answers in each."""
         found: list[tuple[str, list[Span]]] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.rendered(messages[:i], generation=True)
-            shown = self.rendered(messages[: i + 1])
+            prompt = self.rendered(messages[:i], generation=True, tools=tools)
+            shown = self.rendered(messages[: i + 1], tools=tools)
+            inner = shown.removesuffix(self._closing)
+            beside = any(key in message for key in WRITTEN)
             said = message["content"].rpartition(UNTHINK)[2].strip()
-            if not shown.endswith(self._closing) or not shown.removesuffix(self._closing).rstrip().endswith(said):
-                _refuse(f"changes the text of turn {i} (assistant)")
-            answer = message["content"]
+            there = said in inner if beside else inner.rstrip().endswith(said)
+            if not shown.endswith(self._closing) or not there:
+                _refuse(f"changes the text of turn {i} (assistant)", CHANGED)
+            if beside and not inner.startswith(prompt):
+                _refuse(f"renders turn {i} (assistant) otherwise than the prompt, the answer and its end", MOVED)
+            answer = inner[len(prompt) :] if beside else message["content"]
             if self._reasoning == "opened" and answer.startswith(THINK):
                 answer = answer.removeprefix(THINK).removeprefix(self._supplied.removeprefix(THINK))
             end = len(prompt) + len(answer) + self._closing_kept
@@ -237,23 +338,25 @@ class Chat:
             found[-1] = prompt + answer + self._closing, [*found[-1][1], (len(prompt), end)]
         return found
 
-    def _spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def _spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The rendered conversation and its answers' spans in it."""
-        whole = self.rendered(messages)
+        whole = self.rendered(messages, tools=tools)
         spans: list[Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.rendered(messages[:i], generation=True)
-            upto = self.rendered(messages[: i + 1])
+            before = self.rendered(messages[:i], generation=True, tools=tools)
+            upto = self.rendered(messages[: i + 1], tools=tools)
             stop = len(upto) - len(self._closing)
             if not upto.startswith(before) or not upto.endswith(self._closing) or stop < len(before):
-                _refuse(f"renders turn {i} (assistant) otherwise than the prompt, the answer and its end")
-            if upto[len(before) : stop].strip() != message["content"].strip():
-                _refuse(f"changes the text of turn {i} (assistant)")
+                _refuse(f"renders turn {i} (assistant) otherwise than the prompt, the answer and its end", MOVED)
+            answer, text = upto[len(before) : stop].strip(), message["content"].strip()
+            if text not in answer if any(key in message for key in WRITTEN) else text != answer:
+                _refuse(f"changes the text of turn {i} (assistant)", CHANGED)
             end = stop + self._closing_kept
             if whole[:end] != upto[:end]:
-                _refuse(f"changes turn {i} (assistant) or one before it when turns follow; give single-answer data")
+                fault = f"changes turn {i} (assistant) or one before it when turns follow; give single-answer data"
+                _refuse(fault, "changes turns when others follow")
             spans.append((len(before), end))
         return whole, spans
 
@@ -269,7 +372,7 @@ class Chat:
         ids: list[int] = []
         supervised: list[bool] = []
         for (start, end, mine), upto in zip(pieces, joint, strict=True):
-            fresh = upto[len(ids) :] if upto[: len(ids)] == ids else self._ids(text[start:end])
+            fresh = upto[len(ids) :] if upto[: len(ids)] == ids else self.ids_behind(text[start:end])
             ids += fresh
             supervised += [mine] * len(fresh)
         return Encoded(ids, supervised)
@@ -279,5 +382,20 @@ def _answered(messages: Sequence[Message]) -> bool:
     return any(turn["role"] == "assistant" for turn in messages)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise UserError(f"chat template: {what}; the answers cannot be masked with it")
+def _lessened(turn: Message) -> list[tuple[str, Message]]:
+    """Each field of an answer, with the answer that lacks it, and for calls of tools also that lacks one of them, or
+    one's arguments."""
+    found = [(key, {name: value for name, value in turn.items() if name != key}) for key in WRITTEN if key in turn]
+    calls: list[dict[str, Any]] = turn.get("tool_calls", [])
+    for i, call in enumerate(calls):
+        function, others = call["function"], lambda *one, i=i: {"tool_calls": [*calls[:i], *one, *calls[i + 1 :]]}
+        if len(calls) > 1:
+            found.append(("tool_calls", turn | others()))
+        if function["arguments"]:
+            found.append(("tool_calls", turn | others(call | {"function": function | {"arguments": {}}})))
+    return found
+
+
+def _refuse(what: str, reason: str | None = None) -> NoReturn:
+    """Raise Refused. ``reason``: for the count, where ``what`` names a turn."""
+    raise Refused(f"chat template: {what}; the answers cannot be masked with it", reason or what)

@@ -9,13 +9,14 @@ already answered holding theirs. Who answers is another part's business.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eagle3_lab.data.chat import Chat, Message
+from eagle3_lab.data.chat import Chat, Refused
+from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.journal import Journal
 from eagle3_lab.data.regenerate import answers
+from eagle3_lab.data.turns import Message, Tools
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
 
@@ -25,14 +26,24 @@ TOO_LONG = "longer than the target reads"
 
 @dataclass(frozen=True)
 class Said:
-    """One answer: its text; how many tokens it has, its end included; whether the limit cut it; whether its text reads
-    back as the tokens that were written; whether it loops."""
+    """One answer: its text; how many tokens it has, its end included; whether the limit cut it; whether training on its
+    text teaches the tokens that were written; whether it loops."""
 
     text: str
     tokens: int
     cut: bool
     exact: bool
     looping: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """One answer as it comes from whoever wrote it: token ids, the end included unless it was ``cut``; or, where those
+    are not told, its ``text`` alone."""
+
+    tokens: tuple[int, ...] | None
+    cut: bool
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Answerer(ABC):
         rows: int,
         room: Room,
         known: Mapping[int, Said],
-    ) -> Iterator[tuple[int, Said]]:
+    ) -> Iterator[tuple[int, Written]]:
         """One answer a prompt, with the prompt's index, as each ends; none where one is ``known`` by the same index.
         ``numbers``: of the prompts' conversations, for their seeds.
 
@@ -82,15 +93,18 @@ class Answerer(ABC):
 
 @dataclass
 class Dialogue:
-    """One conversation while it is answered: its questions, and what was said so far."""
+    """One conversation while it is answered: its questions, and what was said so far. ``stopped``: why it ended before
+    its last question; ``refused``: the template is why."""
 
     id: str
     source: str
     number: int
     asked: tuple[Message, ...]
+    tools: Tools = ()
     messages: list[Message] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
     stopped: str = ""
+    refused: bool = False
 
     def ask(self) -> bool:
         """Put the next question, if there is one and the conversation goes on."""
@@ -129,15 +143,14 @@ def converse(
     """Answer every question of every dialogue. ``name`` is the job's in the journal; ``on_answer`` is told how many
     tokens each answer has that is made now.
 
+    A conversation that the template refuses ends before the question with which it does.
+
     Raises:
-        UserError: a template that cannot render a conversation, or an answer that cannot be had.
+        UserError: an answer that cannot be had.
     """
     turn = 0
     while going := [one for one in dialogues if one.ask()]:
-        ids = [chat.prompt_ids(one.messages) for one in going]
-        for one, prompt in zip(going, ids, strict=True):
-            if not room.fits(prompt):
-                one.stop(TOO_LONG)
+        ids = [_prompt(one, chat, room) for one in going]
         fitting = [i for i, one in enumerate(going) if not one.stopped]
         fitting.sort(key=lambda i: (len(ids[i]), going[i].number))
         for number, batch in enumerate(_batches(fitting, ids, room)):
@@ -146,13 +159,44 @@ def converse(
             said = {place: Said(*found) for place, one in enumerate(names) if (found := journal.found(one))}
             rows = room.rows_for(max(map(len, prompts)))
             left = answerer.answer(prompts, numbers, turn, rows, room, dict(said)) if len(said) < len(batch) else ()
-            for place, one in left:
+            for place, written in left:
+                one = read_back(going[batch[place]], prompts[place], written, chat)
                 journal.put(names[place], [one.text, one.tokens, one.cut, one.exact, one.looping])
                 said[place] = one
                 on_answer(one.tokens)
             for place, i in enumerate(batch):
                 going[i].hear(said[place])
         turn += 1
+
+
+def _prompt(dialogue: Dialogue, chat: Chat, room: Room) -> list[int]:
+    """The ids of the question that was just put; none where it cannot be put, and the dialogue says why."""
+    try:
+        prompt = chat.prompt_ids(dialogue.messages, dialogue.tools)
+    except Refused as error:
+        dialogue.stop(error.reason)
+        dialogue.refused = True
+        return []
+    if not room.fits(prompt):
+        dialogue.stop(TOO_LONG)
+    return prompt
+
+
+def read_back(dialogue: Dialogue, prompt: Sequence[int], written: Written, chat: Chat) -> Said:
+    """An answer as text, compared with what training on that text will teach behind these messages.
+
+    Where only the text is known, it is exact unless the template or the tokenizer changes it.
+    """
+    tokens = written.tokens
+    text = written.text if tokens is None else chat.text_behind(prompt, tokens if written.cut else tokens[:-1])
+    taught = chat.taught(dialogue.messages, text, cut=written.cut, tools=dialogue.tools) if text.strip() else None
+    if tokens is not None:
+        return Said(text, len(tokens), written.cut, taught == list(tokens), is_looping(tokens))
+    if taught is None:
+        ids = chat.ids_behind(text)
+        return Said(text, len(ids) + (not written.cut), written.cut, False, is_looping(ids))
+    kept = taught if written.cut else taught[:-1]
+    return Said(text, len(taught), written.cut, chat.text_behind(prompt, kept) == text, is_looping(kept))
 
 
 def _batches(order: Sequence[int], ids: Sequence[Sequence[int]], room: Room) -> list[list[int]]:
@@ -172,10 +216,8 @@ def _batches(order: Sequence[int], ids: Sequence[Sequence[int]], room: Room) -> 
 class ByTarget(Answerer):
     """The target itself, by its own forward passes."""
 
-    def __init__(
-        self, target: HFTarget, end_of_turn: int, temperature: float, top_p: float | None = None, seed: int = 0
-    ) -> None:
-        self.target, self.end_of_turn = target, end_of_turn
+    def __init__(self, target: HFTarget, temperature: float, top_p: float | None = None, seed: int = 0) -> None:
+        self.target = target
         self.temperature, self.top_p, self.seed = temperature, top_p, seed
 
     def answer(
@@ -186,7 +228,7 @@ class ByTarget(Answerer):
         rows: int,
         room: Room,
         known: Mapping[int, Said],
-    ) -> Iterator[tuple[int, Said]]:
+    ) -> Iterator[tuple[int, Written]]:
         made = answers(
             self.target,
             prompts,
@@ -199,18 +241,17 @@ class ByTarget(Answerer):
             known={i: said.tokens for i, said in known.items()},
         )
         for one in made:
-            yield one.index, self._said(one.tokens, one.cut)
-
-    def _said(self, tokens: tuple[int, ...], cut: bool) -> Said:
-        kept = list(tokens if cut else tokens[:-1])
-        text = str(self.target.tokenizer.decode(kept))
-        back = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
-        exact = back == kept and (cut or tokens[-1] == self.end_of_turn)
-        return Said(text, len(tokens), cut, exact, is_looping(tokens))
+            yield one.index, Written(one.tokens, one.cut)
 
 
-def reasons(dialogues: Sequence[Dialogue]) -> tuple[Counter[str], Counter[str]]:
-    """Why conversations were shortened and dropped."""
-    shortened = Counter(one.stopped for one in dialogues if one.stopped and one.said)
-    dropped = Counter(one.stopped for one in dialogues if not one.said)
-    return shortened, dropped
+def report_of(dialogues: Sequence[Dialogue], kept: int) -> Report:
+    """Why conversations were shortened and dropped; ``kept``: how many were not dropped."""
+    report = Report("answers", kept)
+    for one in dialogues:
+        if one.stopped and one.said:
+            report.shortened[one.stopped] += 1
+        elif one.refused:
+            report.drop(one.stopped, one.id)
+        elif not one.said:
+            report.dropped[one.stopped] += 1
+    return report

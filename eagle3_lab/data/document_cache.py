@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3_lab import loops
-from eagle3_lab.data import chat, conversations, documents, held_out, overlap, parts, records
+from eagle3_lab.data import chat, conversations, documents, held_out, overlap, parts, records, turns
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, documents_hash
 from eagle3_lab.data.parts import Parts
@@ -31,7 +30,7 @@ from eagle3_lab.progress import stage
 
 FEWEST = 200  # conversations: fewer are encoded within a fraction of a second, and no file is made of them
 
-_RULES = (chat, conversations, documents, held_out, loops, overlap, parts, records)
+_RULES = (chat, conversations, documents, held_out, loops, overlap, parts, records, turns)
 _log = logging.getLogger(__name__)
 
 
@@ -106,7 +105,7 @@ def _parts(tensors: Mapping[str, Tensor], said: Mapping[str, Any], read: Sequenc
     texts = zip(tensors["ids"].split(lengths), tensors["supervised"].split(lengths), strict=True)
     owners = tensors["conversation"].tolist()
     found = [Document(read[i], ids, mine) for i, (ids, mine) in zip(owners, texts, strict=True)]
-    first, second = map(_report, said["reports"])
+    first, second = map(Report.of, said["reports"])
     train, held_out = found[: said["train"]], found[said["train"] :]
     return Parts(train, held_out, (first, second), documents_hash(found), tensors["counts"])
 
@@ -145,8 +144,3 @@ def _check(made: Parts, tensors: Mapping[str, Tensor]) -> str:
     for name in ("conversation", "counts"):
         digest.update(tensors[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-def _report(said: Mapping[str, Any]) -> Report:
-    reasons = {name: Counter(said[name]) for name in ("shortened", "dropped", "noted")}
-    return Report(said["stage"], said["kept"], **reasons)

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from eagle3_lab.data.chat import Chat, Encoded
+from eagle3_lab.data.chat import Chat, Encoded, Refused
 from eagle3_lab.data.conversations import Conversation, Report
-from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 
 OverLength = Literal["cut", "drop"]
@@ -45,13 +44,12 @@ def documents(
     behind so many that are kept.
 
     Dropped: answers that loop (`is_looping`) or hold the end-of-turn marker as text, since the target would have
-    stopped there; answers that cannot stand behind the template's prompts, or tool turns that it cannot render;
+    stopped there; what the template refuses, changes or does not render, by name; answers that cannot stand behind its
+    prompts;
     conversations of which nothing supervised is left within ``max_length`` tokens. A longer one is cut behind its first
     ``max_length`` tokens or dropped as a whole; the part of an answer that is kept stays supervised. Noted: a text of
-    the user's, the system's or a tool's that holds a special token's text; it is read as the token, as a server does.
-
-    Raises:
-        UserError: a conversation that the chat template cannot render or mask, with its id.
+    the user's, the system's or a tool's that holds a special token's text; it is read as the token, as a server does;
+    and answers whose text reads back as other tokens than were written.
     """
     before = report.kept
     for conversation in conversations:
@@ -61,9 +59,10 @@ def documents(
             report.dropped[reason] += 1
             continue
         try:
-            encoded = chat.encode_each(conversation.messages, cut=conversation.cut)
-        except UserError as error:
-            raise UserError(f"conversation {conversation.id}: {error}") from None
+            encoded = chat.encode_each(conversation.messages, cut=conversation.cut, tools=conversation.tools)
+        except Refused as error:
+            report.drop(error.reason, conversation.id)
+            continue
         kept = [Encoded(one.ids[:max_length], one.supervised[:max_length]) for one in encoded]
         kept = [one for one in kept if any(one.supervised)]
         long = any(len(one.ids) > max_length for one in encoded)
@@ -75,6 +74,8 @@ def documents(
             report.shortened["longer than max_length"] += 1
         if chat.imitates(conversation.messages):
             report.noted["a template marker in a text that is not the target's"] += 1
+        if not conversation.exact:
+            report.noted["answers that read back as other tokens than were written"] += 1
         for one in kept:
             yield Document(conversation, torch.tensor(one.ids, dtype=torch.int32), torch.tensor(one.supervised))
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3_lab.data.chat import Message
 from eagle3_lab.data.conversations import read_sharegpt, read_turns
-from eagle3_lab.data.records import names, say, whole_characters
+from eagle3_lab.data.records import name_of, names, say, whole_characters
+from eagle3_lab.data.turns import Message, Tools, definitions, with_record
 from eagle3_lab.errors import UserError, near
 
 NAMED_BY_THEMSELVES = ("messages", "conversations", "turns")
@@ -16,7 +16,8 @@ NAMED_BY_THEMSELVES = ("messages", "conversations", "turns")
 
 @dataclass(frozen=True)
 class Fields:
-    """A field map. With nothing named, a record says it itself: ``messages``, ``conversations`` or ``turns``.
+    """A field map. With nothing named, a record says it itself: ``messages``, ``conversations`` or ``turns``, and
+    beside them ``system`` and ``tools``. Where ``question`` is named, only the columns that are named are read.
 
     Args:
         messages: the column of a list of turns, each with ``role`` and ``content`` or ``from`` and ``value``.
@@ -47,9 +48,10 @@ class Fields:
     def name(self, record: Mapping[str, Any], place: str, called: str) -> str:
         """The conversation's id; ``called``, where the record says none."""
         if self.id is not None:
-            name = str(_value(record, self.id, "id", place))
+            values = [_value(record, self.id, "id", place)]
         else:
-            name = str(record.get("id", record.get("question_id", called)))
+            values = [record.get("id"), record.get("question_id")]
+        name = name_of(values, called)
         if not whole_characters(name):
             raise UserError(f"{place}: its id holds half a surrogate pair; whole characters are needed")
         return name
@@ -60,22 +62,27 @@ class Fields:
         Raises:
             UserError: a map that does not fit, or a record that says nothing by itself.
         """
-        system = None if self.system is None else _value(record, self.system, "system", place)
+        system = None if self.system is None else _value(record, self.system, "system", place) or ""
         if self.messages is not None:
-            return read_sharegpt(_value(record, self.messages, "messages", place), system, place, self.messages)
+            turns = read_sharegpt(_value(record, self.messages, "messages", place), place, self.messages)
+            return with_record(record, turns, system)
         if self.question:
             return self._asked(record, place)
         for column in ("messages", "conversations"):
             if column in record and system is not None:
-                return read_sharegpt(record[column], system, place, column)
+                return with_record(record, read_sharegpt(record[column], place, column), system)
         if "messages" in record or "conversations" in record:
             return read_turns(dict(record), place)
         if "turns" in record:
-            return [*self._system(record, place), *_questions(record["turns"], place)]
+            return with_record(record, _questions(record["turns"], place), system)
         raise UserError(
             f"{place}: none of {', '.join(NAMED_BY_THEMSELVES)} among the keys ({names(record)}); one of them, or a "
             "field map (fields: {question: [KEY]}) is needed"
         )
+
+    def tools(self, record: Mapping[str, Any]) -> Tools:
+        """The definitions of tools beside a record's turns; none where ``question`` names the columns that are read."""
+        return () if self.question else definitions(record)[0]
 
     def _system(self, record: Mapping[str, Any], place: str) -> list[Message]:
         """The system turn, where a column is named and holds one."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.errors import UserError
@@ -14,11 +15,17 @@ DEFAULT_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Candidates:
-    """Greedy conversations in the order in which they are held out, how many are wanted, and all that may train."""
+    """Greedy conversations in the order in which they are held out, how many are wanted, and all that may train.
+
+    ``marked``: the file marks them, so that those which are not held out do not train either. ``unfit``: how many
+    marked ones can be neither, by reason.
+    """
 
     held_out: list[Conversation]
     wanted: int
     train: list[Conversation]
+    marked: bool = False
+    unfit: Counter[str] = field(default_factory=Counter)
 
 
 def candidates(conversations: Sequence[Conversation], held_out: int | float | None) -> Candidates:
@@ -35,7 +42,7 @@ def candidates(conversations: Sequence[Conversation], held_out: int | float | No
         UserError: conversations are wanted but none is greedy.
     """
     marked = [one for one in conversations if one.split == "held_out"]
-    greedy = [one for one in marked or conversations if one.temperature == 0 and one.exact]
+    greedy = [one for one in marked or conversations if not _unfit(one)]
     if held_out is None:
         held_out = len(greedy) if marked else DEFAULT_SHARE
     wanted = held_out if isinstance(held_out, int) else max(1, round(held_out * len(greedy))) if held_out else 0
@@ -45,7 +52,15 @@ def candidates(conversations: Sequence[Conversation], held_out: int | float | No
             "say which are, or set held_out: 0 and go without validation"
         )
     train = [one for one in conversations if one.split != "held_out"]
-    return Candidates(in_fixed_order(greedy), wanted, in_fixed_order(train))
+    unfit = Counter(why for one in marked if (why := _unfit(one)))
+    return Candidates(in_fixed_order(greedy), wanted, in_fixed_order(train), bool(marked), unfit)
+
+
+def _unfit(conversation: Conversation) -> str:
+    """Why a conversation cannot validate, or ""."""
+    if conversation.temperature != 0:
+        return "marked as held out, but not known to be greedy"
+    return "" if conversation.exact else "marked as held out, but its text reads back as other tokens than were written"
 
 
 def in_fixed_order(conversations: Sequence[Conversation]) -> list[Conversation]:

@@ -63,12 +63,13 @@ class HubPrompts(Prompts):
         rows, called, source = _rows(self.name, self.config, self.split, self.revision), self._called, self.source
         for number, row in enumerate(rows):
             if number == self.limit:
+                desk.stop_at(self.limit, source)
                 return
             if not isinstance(row, dict):
                 raise UserError(f"{self.name}[{number}]: a {type(row).__name__}; a row of named columns is needed")
             place = f"{self.name}[{number}]"
             name = self.fields.name(row, place, f"{called}[{number}]")
-            yield Talk(name, tuple(self.fields.turns(row, place)), source)
+            yield Talk(name, tuple(self.fields.turns(row, place)), source, self.fields.tools(row))
 
     def identity(self) -> dict[str, Any]:
         named = {"name": self._called, "config": self.config, "split": self.split, "revision": self.revision}

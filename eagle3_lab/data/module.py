@@ -20,9 +20,9 @@ from eagle3_lab.data.document_cache import DocumentCache
 from eagle3_lab.data.documents import Document, OverLength
 from eagle3_lab.data.kept import KeptRows, Reading
 from eagle3_lab.data.overlap import Overlap
-from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder
+from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder, pack
 from eagle3_lab.data.parts import NOT_THERE, divide
-from eagle3_lab.data.prepared import licences_of
+from eagle3_lab.data.prepared import licences_of, stages_of
 from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.errors import UserError
@@ -167,6 +167,15 @@ class ConversationData(LightningDataModule):
         """All of them, in the order of ``hash``."""
         return [*self.train, *self.held_out]
 
+    def way(self) -> list[Report]:
+        """What became of the conversations at each stage, from the raw file to what trains and validates; the first
+        ones out of the file's manifest. Raises UserError for a damaged one."""
+        return [*stages_of(self.file), *self.reports]
+
+    def rows(self, found: Sequence[Document]) -> int:
+        """Rows that an epoch of these documents has, on all processes together."""
+        return len(pack([len(one) for one in found], self.row_length)) if self.packed else len(found)
+
     def summary(self) -> str:
         """What was kept, shortened and dropped, and why; one line a stage."""
         return "\n".join(map(str, self.reports))
@@ -266,4 +275,4 @@ def _prompt(conversation: Conversation) -> Prompt:
     said = list(takewhile(lambda turn: turn["role"] != "tool", conversation.messages))
     system = [turn["content"] for turn in said if turn["role"] == "system"]
     turns = tuple(turn["content"] for turn in said if turn["role"] == "user")
-    return Prompt(conversation.id, turns, conversation.source, system[0] if system else None)
+    return Prompt(conversation.id, turns, conversation.source, system[0] if system else None, conversation.tools)

@@ -166,8 +166,8 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
             text = text_of(target, answer.tokens)
             talk["messages"].append({"role": "assistant", "content": text})
             talk["cut"] = answer.cut
-            kept = list(answer.tokens if answer.cut else answer.tokens[:-1])
-            talk["exact"] = talk["exact"] and target.tokenizer(text, add_special_tokens=False).input_ids == kept
+            taught = chat.taught(talk["messages"][:-1], text, cut=answer.cut)
+            talk["exact"] = talk["exact"] and taught == list(answer.tokens)
             talk["looping"] = talk["looping"] or is_looping(answer.tokens)
             talk["answer_tokens"] += len(answer.tokens)
             if done % 25 == 0:

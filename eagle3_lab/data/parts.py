@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
-from eagle3_lab.data.held_out import candidates, without
+from eagle3_lab.data.held_out import Candidates, candidates, without
 from eagle3_lab.data.overlap import Overlap, unmeasured
 
 NOT_THERE = "asked for, but not there"
@@ -57,25 +57,43 @@ def divide(
     overlap; ``on_done`` is told how many conversations are done with, those that overlap included.
 
     Raises:
-        UserError: a conversation that the template cannot render or mask, or none that can be held out.
+        UserError: none that can be held out.
     """
-    train, held = Report("train"), Report("held out")
+    train = Report("train")
 
     def encoded(some: Iterable[Conversation], report: Report, wanted: int | None) -> Iterator[Document]:
         return documents(some, chat, report, max_length=max_length, over_length=over_length, wanted=wanted)
 
     split = candidates(read[0], held_out)
-    kept = list(encoded(split.held_out, held, split.wanted))
+    kept, held = _held_out(split, encoded)
     taken = [one.conversation for one in kept]
     if isinstance(held_out, int) and held.kept < held_out:
         held.noted[NOT_THERE] = held_out - held.kept
     on_done(held.kept)
     found: list[Document] = []
     for some, wanted in ((split.train, limit), *((more, None) for more in read[1:])):
-        rest = _told(without(some, taken, train), on_done)
+        left = without(some, taken, train)
+        before = train.seen
+        rest = _told(left, on_done)
         rest = rest if measured is None else unmeasured(rest, measured, train)
         found += encoded(rest, train, wanted)
+        if beyond := len(left) - (train.seen - before):
+            train.left_out["beyond data.limit"] += beyond
     return Parts.of(found, kept, (train, held))
+
+
+def _held_out(
+    split: Candidates, encoded: Callable[[Iterable[Conversation], Report, int | None], Iterator[Document]]
+) -> tuple[list[Document], Report]:
+    """The documents that validate, and what became of every conversation that is not left to training."""
+    tried = Report("held out")
+    kept = list(encoded(split.held_out, tried, split.wanted))
+    if not split.marked:  # what is not held out may train, and is counted there
+        return kept, Report("held out", tried.kept, tried.shortened, noted=tried.noted)
+    if beyond := len(split.held_out) - tried.seen:
+        tried.left_out["beyond data.held_out"] += beyond
+    tried.dropped.update(split.unfit)
+    return kept, tried
 
 
 def _told(some: Iterable[Conversation], on_done: Callable[[int], None]) -> Iterator[Conversation]:

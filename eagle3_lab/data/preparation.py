@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -19,7 +18,7 @@ import torch
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Report, usable_beginning
-from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, reasons
+from eagle3_lab.data.dialogue import TOO_LONG, Answerer, ByTarget, Dialogue, Room, converse, report_of
 from eagle3_lab.data.journal import Journal, journal
 from eagle3_lab.data.overlap import Overlap, measured_on, normalised
 from eagle3_lab.data.prepared import (
@@ -32,10 +31,11 @@ from eagle3_lab.data.prepared import (
     tallies,
 )
 from eagle3_lab.data.prompts import Desk, Prompts, Talk, in_order_of, questions
-from eagle3_lab.data.records import file_hash
+from eagle3_lab.data.records import Names, file_hash
 from eagle3_lab.data.regenerate import ARITHMETIC
-from eagle3_lab.data.server import ByServer, Server
+from eagle3_lab.data.server import REQUEST, ByServer, Server
 from eagle3_lab.data.tasks import Task
+from eagle3_lab.data.turns import Message
 from eagle3_lab.errors import UserError
 from eagle3_lab.keys import chosen
 from eagle3_lab.progress import stage
@@ -44,6 +44,7 @@ from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.types import COLDEST
 
 VERSION = 2  # of what is made: another one is made anew
+SERVED_BY = "served by"  # the journal's step that has the answering model's name
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Preparation:
             **chosen("Preparation", vars(self), "answers"),
             "prompts": self.prompts.identity(),
             "sampling": chosen("Sampling", vars(self.sampling), "answers"),
-            "server": self.server and chosen("Server", vars(self.server), "answers"),
+            "server": self.server and chosen("Server", vars(self.server), "answers") | {"request": REQUEST},
             "dtype": str(self.dtype or target.dtype),
             "avoid": [asdict(task) | {"path": task.path and file_hash(task.path)} for task in self.avoid],
         }
@@ -178,7 +179,7 @@ class Preparation:
             return place
         with journal(unfinished) as kept:
             report = Report("prompts")
-            talks = self._talks(Desk(target, kept), report)
+            talks = self._talks(Desk(target, kept, report), report)
             dialogues = [_dialogue(talk, i) for i, talk in enumerate(talks)]
             held, greedy, drawn = self._divided(dialogues)
             self._answer(target, chat, kept, load, (held, greedy, drawn), budget_s)
@@ -187,27 +188,30 @@ class Preparation:
                 records += answered(drawn, self.sampling.temperature, "train")
             else:
                 records += as_they_stand(talks, drawn)
-            answers = _answer_report(dialogues if self.regenerate else held, len(records))
+            answers = report_of(dialogues if self.regenerate else held, len(records))
             if not records:
                 shorter = ", or a smaller prepare.sampling.max_new_tokens," if TOO_LONG in answers.dropped else ""
                 raise UserError(f"prepare: no conversation was answered ({answers}); other prompts{shorter} are needed")
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            manifest = self._manifest(target, chat, records, text, [report, answers])
+            manifest = self._manifest(target, chat, records, text, [report, answers], kept.found(SERVED_BY))
             put(manifest_of(place), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             put(place, text)  # the last: where it is, all is done
             unfinished.unlink(missing_ok=True)
         return place
 
     def _talks(self, desk: Desk, report: Report) -> list[Talk]:
-        """The usable conversations: each question text once, none that is measured on."""
-        overlap = measured_on(self.avoid)
+        """The usable conversations: each question text once, none that the template refuses or that is measured on."""
+        overlap, chat = measured_on(self.avoid), Chat(desk.target.tokenizer)
         found: list[Talk] = []
         seen: set[str] = set()
-        names: Counter[str] = Counter()
+        names = Names()
         with stage("prompts", "conversations") as s:
             for talk in self.prompts.talks(desk):
                 s.advance()
                 messages, reason = (questions if self.regenerate else usable_beginning)(talk.messages)
+                if messages and (refused := chat.refusal(_opening(messages), talk.tools)):
+                    report.drop(refused, talk.id)
+                    continue
                 dropped = reason if not messages else _repeated(messages, seen, overlap)
                 if dropped:
                     report.dropped[dropped] += 1
@@ -215,10 +219,9 @@ class Preparation:
                 if reason:
                     report.shortened[reason] += 1
                 report.kept += 1
-                names[talk.id] += 1
-                name = talk.id if names[talk.id] == 1 else f"{talk.id}~{names[talk.id]}"
-                found.append(Talk(name, messages, talk.source))
+                found.append(Talk(names.once(talk.id), messages, talk.source, talk.tools))
                 if len(found) == self.limit:  # before another is asked for: a target may have to write it first
+                    report.noted[f"prepare.limit {self.limit} reached, what follows was not read"] += 1
                     break
         if not found:
             raise UserError(f"prepare.prompts: nothing usable ({report}); other prompts are needed")
@@ -260,29 +263,41 @@ class Preparation:
             def on_answer(tokens: int) -> None:
                 s.advance(1, tokens=tokens)
 
-            converse(held, chat, ByTarget(target, chat.end_of_turn, 0.0), room, kept, "answers held out", on_answer)
+            converse(held, chat, ByTarget(target, 0.0), room, kept, "answers held out", on_answer)
             load = cache(load)  # once for both parts
             for name, some, temperature in (("greedy", greedy, 0.0), ("drawn", drawn, sampling.temperature)):
                 if some and self.regenerate:
-                    answerer = self._answerer(target, chat, load, temperature)
+                    answerer = self._answerer(target, load, temperature, kept)
                     converse(some, chat, answerer, room, kept, f"answers {name}", on_answer)
 
     def _answerer(
-        self, target: HFTarget, chat: Chat, load: Callable[[torch.dtype], HFTarget], temperature: float
+        self, target: HFTarget, load: Callable[[torch.dtype], HFTarget], temperature: float, kept: Journal
     ) -> Answerer:
         law = {"temperature": temperature, "top_p": self.sampling.top_p, "seed": self.sampling.seed}
         if self.server is not None:
-            return ByServer(self.server, target.tokenizer, **law)
+
+            def begun_by(model: str) -> str:
+                return kept.step(SERVED_BY, lambda: model)
+
+            return ByServer(self.server, target.spec.end_tokens, **law, begun_by=begun_by)
         other = None if self.dtype == target.dtype else self.dtype
-        return ByTarget(target if other is None else load(other), chat.end_of_turn, **law)
+        return ByTarget(target if other is None else load(other), **law)
 
     def _manifest(
-        self, target: HFTarget, chat: Chat, records: Sequence[dict[str, Any]], text: str, reports: Sequence[Report]
+        self,
+        target: HFTarget,
+        chat: Chat,
+        records: Sequence[dict[str, Any]],
+        text: str,
+        reports: Sequence[Report],
+        served_by: str | None,
     ) -> dict[str, Any]:
         licences = self._licences({record["source"] for record in records})
         stages = [report.counts() for report in reports]
-        said = {"target_name": target.spec.name, "licences": licences, "stages": stages}
-        return self.identity(target, chat) | tallies(records, text) | said
+        facts: dict[str, Any] = {"target_name": target.spec.name, "licences": licences, "stages": stages}
+        if served_by is not None:
+            facts["served_by"] = served_by
+        return self.identity(target, chat) | tallies(records, text) | facts
 
     def _licences(self, used: Collection[str]) -> dict[str, str]:
         """The terms of the sources that are used, by their names."""
@@ -296,13 +311,19 @@ class Preparation:
             put(manifest_of(place), json.dumps(manifest | {"licences": licences}, indent=2, ensure_ascii=False) + "\n")
 
 
+def _opening(messages: Sequence[Message]) -> list[Message]:
+    """A conversation up to its first question."""
+    first = next(i for i, turn in enumerate(messages) if turn["role"] == "user")
+    return list(messages[: first + 1])
+
+
 def _dialogue(talk: Talk, number: int) -> Dialogue:
     """A talk's questions; its own answers, if any, are not among them."""
     asked, _ = questions(talk.messages)
-    return Dialogue(talk.id, talk.source, number, asked)
+    return Dialogue(talk.id, talk.source, number, asked, talk.tools)
 
 
-def _repeated(messages: Sequence[dict[str, str]], seen: set[str], overlap: Overlap) -> str:
+def _repeated(messages: Sequence[Message], seen: set[str], overlap: Overlap) -> str:
     """Why a conversation must not come in, or "": what it asks is remembered."""
     asked = [turn["content"] for turn in messages if turn["role"] == "user"]
     text = "\n".join(map(normalised, asked)).strip() or "\n".join(asked)
@@ -312,8 +333,3 @@ def _repeated(messages: Sequence[dict[str, str]], seen: set[str], overlap: Overl
         return f"overlaps with {found}"
     seen.add(text)
     return ""
-
-
-def _answer_report(dialogues: Sequence[Dialogue], kept: int) -> Report:
-    shortened, dropped = reasons(dialogues)
-    return Report("answers", kept, shortened, dropped)

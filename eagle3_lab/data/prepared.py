@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.dialogue import Dialogue
 from eagle3_lab.data.prompts import NOT_STATED, Talk
+from eagle3_lab.data.turns import Tools
 from eagle3_lab.errors import UserError
 from eagle3_lab.whole import write_whole
 
@@ -29,6 +31,7 @@ def answered(dialogues: Sequence[Dialogue], temperature: float, split: str) -> l
             "answer_tokens": sum(said.tokens for said in one.said),
             "messages": one.messages,
         }
+        | _with_tools(one.tools)
         for one in dialogues
         if one.said
     ]
@@ -37,7 +40,27 @@ def answered(dialogues: Sequence[Dialogue], temperature: float, split: str) -> l
 def as_they_stand(talks: Sequence[Talk], dialogues: Sequence[Dialogue]) -> list[dict[str, Any]]:
     """The lines of the sources' own answers. How those were drawn nobody says."""
     chosen = [talks[one.number] for one in dialogues]
-    return [{"id": one.id, "source": one.source, "split": "train", "messages": list(one.messages)} for one in chosen]
+    return [
+        {"id": one.id, "source": one.source, "split": "train", "messages": list(one.messages)} | _with_tools(one.tools)
+        for one in chosen
+    ]
+
+
+def _with_tools(tools: Tools) -> dict[str, Any]:
+    return {"tools": list(tools)} if tools else {}
+
+
+def stages_of(file: Path) -> list[Report]:
+    """What became of the raw file's conversations before they were this file's lines, as its manifest counts it.
+
+    Raises:
+        UserError: a damaged manifest.
+    """
+    stages = read_manifest(file).get("stages", [])
+    try:
+        return [Report.of(one) for one in stages]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{manifest_of(file)}: 'stages' is no list of counts; prepare {file.name} anew") from None
 
 
 def tallies(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:

@@ -54,10 +54,11 @@ class PromptFiles(Prompts):
         for file in self._files():
             for place, record in records(file):
                 if count == self.limit:
+                    desk.stop_at(self.limit, self.source)
                     return
                 count += 1
-                turns = self.fields.turns(record, place)
-                yield Talk(self.fields.name(record, place, without_folders(place)), tuple(turns), self.source)
+                turns, name = self.fields.turns(record, place), self.fields.name(record, place, without_folders(place))
+                yield Talk(name, tuple(turns), self.source, self.fields.tools(record))
 
     def identity(self) -> dict[str, Any]:
         hashes = [file_hash(file) for file in self._files()]

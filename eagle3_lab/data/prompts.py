@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from eagle3_lab.data.chat import Message
+from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.journal import Journal
+from eagle3_lab.data.records import Names
+from eagle3_lab.data.turns import UNUSABLE, Message, Tools
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.adapter import HFTarget
 
@@ -23,19 +25,26 @@ NOT_STATED = "not stated"
 @dataclass(frozen=True)
 class Talk:
     """One conversation as a source has it: any turns, answered or not. ``id`` is the source's own, ``source`` says
-    whose licence holds."""
+    whose licence holds, ``tools`` are the definitions beside the turns."""
 
     id: str
     messages: tuple[Message, ...]
     source: str
+    tools: Tools = ()
 
 
 @dataclass(frozen=True)
 class Desk:
-    """What a source may use that writes its prompts first: the target, and the journal of what it wrote already."""
+    """What a source may use that writes its prompts first: the target, and the journal of what it wrote already; and
+    where a source counts what it has and does not give."""
 
     target: HFTarget
     journal: Journal
+    report: Report = field(default_factory=lambda: Report("prompts"))
+
+    def stop_at(self, limit: int, source: str) -> None:
+        """Note that a source gives only its first ``limit`` conversations: what stands behind them is not read."""
+        self.report.noted[f"limit {limit} of {source} reached, what follows was not read"] += 1
 
 
 class Prompts(ABC):
@@ -68,7 +77,8 @@ def questions(turns: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
     kept: list[Message] = []
     before, reason = "", "" if turns else "no turns"
     for turn in turns:
-        if reason := _fault(turn, before, unanswered=unanswered):
+        reason = turn.get(UNUSABLE, "") if turn["role"] != "assistant" else ""  # its answers are not used
+        if reason := reason or _fault(turn, before, unanswered=unanswered):
             break
         before = turn["role"]
         if before != "assistant":
@@ -97,6 +107,12 @@ def in_order_of(seed: int, names: Sequence[str]) -> list[int]:
     """Indices shuffled by the names' hashes: the first n are a fair sample, and a part of the first n + 1."""
     keys = [hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).digest() for name in names]
     return sorted(range(len(names)), key=lambda i: (keys[i], i))
+
+
+def _distinct(called: Sequence[str]) -> list[str]:
+    """Each name once, so that none of them decides for many conversations."""
+    names = Names()
+    return [names.once(name) for name in called]
 
 
 @dataclass(frozen=True)
@@ -145,8 +161,10 @@ class Mixture(Prompts):
         found = [list(part.prompts.talks(desk)) for part in self.parts]
         taken: list[Talk] = []
         for some, count in zip(found, self._counts([len(some) for some in found]), strict=True):
-            taken += [some[i] for i in in_order_of(self.seed, [talk.id for talk in some])[:count]]
-        for i in in_order_of(self.seed, [f"{talk.source} {talk.id}" for talk in taken]):
+            taken += [some[i] for i in in_order_of(self.seed, _distinct([talk.id for talk in some]))[:count]]
+        if left := sum(map(len, found)) - len(taken):
+            desk.report.left_out["of a source that has more than the mixture takes"] += left
+        for i in in_order_of(self.seed, _distinct([f"{talk.source} {talk.id}" for talk in taken])):
             yield taken[i]
 
     def _counts(self, sizes: list[int]) -> list[int]:

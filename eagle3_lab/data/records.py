@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from importlib import resources
@@ -77,6 +78,36 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def without_folders(place: str) -> str:
     """A place as ``file:line``: what a record without an id is called, wherever its file lies."""
     return place.rpartition("/")[2]
+
+
+def name_of(values: Iterable[object], otherwise: str) -> str:
+    """Return the first of ``values`` that can name a record: a text that is not blank, or a number. null, true, false,
+    "", a list and an object name nothing, so that they never give one name to many records; then ``otherwise``."""
+    for value in values:
+        if isinstance(value, str) and value.strip():
+            return value
+        if type(value) in (int, float) and math.isfinite(value):  # not isinstance: True is no number
+            return str(value)
+    return otherwise
+
+
+class Names:
+    """Gives every record a name of its own: the second of one name becomes ``NAME~2``."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._numbers: dict[str, int] = {}
+
+    def once(self, name: str) -> str:
+        """Return ``name``, with a number behind it where it was given before."""
+        number = self._numbers.get(name, 1)
+        fresh = name if number == 1 else f"{name}~{number}"
+        while fresh in self._given:
+            number += 1
+            fresh = f"{name}~{number}"
+        self._given.add(fresh)
+        self._numbers[name] = number + 1
+        return fresh
 
 
 def say(value: object) -> str:

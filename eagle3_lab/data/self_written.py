@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.overlap import normalised
+from eagle3_lab.data.overlap import opening_words, word_count
 from eagle3_lab.data.prompts import Desk, Prompts, Talk
 from eagle3_lab.data.regenerate import answers, hash_seed
 from eagle3_lab.errors import UserError
@@ -35,7 +35,7 @@ class SelfWritten(Prompts):
         temperature: above 0, or all turns would be one.
         top_p: the likeliest tokens of this joint probability are drawn from; null: all.
         max_tokens: longer turns are thrown away.
-        min_words, max_words: shorter and longer ones too.
+        min_words, max_words: shorter and longer ones too, as `overlap.word_count` counts.
         rows: turns written side by side.
         attempts: turns written at most, for each one wanted; so many batches in any case.
         seed: of the draws.
@@ -89,9 +89,18 @@ class SelfWritten(Prompts):
                     f"{self.count} are wanted; a smaller count, more attempts, or prompts from elsewhere are needed"
                 )
             write = partial(self._written, desk.target, opening, batch)
-            for text in desk.journal.step(f"self-written {job} {batch}", write):
-                beginning = " ".join(normalised(text).split()[:SAME_BEGINNING])
-                if number < self.count and beginning not in seen and self._usable(text, markers):
+            texts = desk.journal.step(f"self-written {job} {batch}", write)
+            if len(texts) < self.rows:
+                desk.report.dropped["self-written turn that is cut or loops"] += self.rows - len(texts)
+            for text in texts:
+                beginning = opening_words(text, SAME_BEGINNING)
+                if number == self.count:
+                    desk.report.left_out["self-written turn beyond SelfWritten.count"] += 1
+                elif not self._usable(text, markers):
+                    desk.report.dropped["self-written turn that is too short, too long or not printable"] += 1
+                elif beginning in seen:
+                    desk.report.dropped["self-written turn that begins as another"] += 1
+                else:
                     seen.add(beginning)
                     yield Talk(f"self-{self.seed}-{number:05d}", ({"role": "user", "content": text},), "self-written")
                     number += 1
@@ -113,7 +122,7 @@ class SelfWritten(Prompts):
         return [str(target.tokenizer.decode(list(tokens))).strip() for tokens in whole]
 
     def _usable(self, text: str, markers: tuple[str, ...]) -> bool:
-        words = len(text.split())
+        words = word_count(text)
         printable = text.replace("\n", " ").isprintable()
         return self.min_words <= words <= self.max_words and printable and not any(m in text for m in markers)
 

@@ -1,7 +1,10 @@
 """Answers from a server that speaks OpenAI's completions protocol (vLLM, SGLang): the same target, served.
 
 Prompts go as token ids, made by our own rendering of the template: what is trained on is then what was served, whatever
-template the server would apply. Nothing from the environment is sent: no key, no proxy.
+template the server would apply. Every sampling parameter is sent too, since a server fills in what is missing from the
+served model's own generation_config. Nothing from the environment is sent: no key, no proxy.
+
+Source: the names and neutral values are those of vLLM's and SGLang's CompletionRequest.
 """
 
 from __future__ import annotations
@@ -22,17 +25,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from transformers import PreTrainedTokenizerBase
-
-from eagle3_lab.data.dialogue import Answerer, Room, Said
+from eagle3_lab.data.dialogue import Answerer, Room, Said, Written
 from eagle3_lab.data.records import say, whole_characters
 from eagle3_lab.data.regenerate import hash_seed
 from eagle3_lab.errors import UserError
-from eagle3_lab.loops import is_looping
 
 LONGEST_S = 86_400
 WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before the first retry, doubled each time, and the longest
 TRY_AGAIN = (408, 429, 500, 502, 503, 504)
+
+REQUEST = 2  # raised whenever the same prompts may be answered otherwise by the same server; answers are keyed by it
+NEUTRAL = {
+    "n": 1,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "echo": False,
+    "stream": False,
+}
+"""With these a server draws from the target's own distribution, stops where the target does, writes every token as
+text, and, where it can, tells which tokens it wrote."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +101,23 @@ class Server:
 
 
 class ByServer(Answerer):
-    """The target as served elsewhere. Its draws are the server's: seeds are sent, and whether the same answers come
+    """The target as served elsewhere. ``begun_by`` returns the name of the model that began the answers, given the one
+    that is asked now. Its draws are the server's: seeds are sent, and whether the same answers come
     again is the server's matter; what is in the journal stays."""
 
     def __init__(
         self,
         server: Server,
-        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: Sequence[int],
         temperature: float,
         top_p: float | None = None,
         seed: int = 0,
+        begun_by: Callable[[str], str] = lambda model: model,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.server, self.tokenizer = server, tokenizer
+        self.server, self.end_tokens = server, tuple(end_tokens)
         self.temperature, self.top_p, self.seed = temperature, top_p, seed
-        self._wait = wait
+        self._wait, self._begun_by = wait, begun_by
         # A redirect would carry prompts, and the token, to wherever it says.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
 
@@ -122,15 +143,21 @@ class ByServer(Answerer):
         rows: int,
         room: Room,
         known: Mapping[int, Said],
-    ) -> Iterator[tuple[int, Said]]:
+    ) -> Iterator[tuple[int, Written]]:
         """Also where a request fails for good, what others have answered comes before the error."""
         model, failed = self.model, threading.Event()
+        if (first := self._begun_by(model)) != model:
+            raise UserError(
+                f"server.url: answers were begun by model {first!r}, and {self.server.url} now has {model!r}; serve "
+                f"{first!r} again, or name the other one as server.model to begin anew"
+            )
 
-        def one(i: int) -> Said | None:
+        def one(i: int) -> Written | None:
             if failed.is_set():  # the rest need not be asked
                 return None
             try:
-                return self._said(self._asked("completions", self._request(model, prompts[i], numbers[i], turn, room)))
+                request = self._request(model, prompts[i], numbers[i], turn, room)
+                return self._written(self._asked("completions", request))
             except BaseException:
                 failed.set()
                 raise
@@ -150,11 +177,12 @@ class ByServer(Answerer):
             raise errors[0]
 
     def _request(self, model: str, prompt: Sequence[int], number: int, turn: int, room: Room) -> dict[str, Any]:
-        asked: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": room.max_new_tokens}
-        asked |= {"temperature": self.temperature, "seed": hash_seed(self.seed + turn, number) & 0x7FFFFFFF, "n": 1}
-        return asked if self.top_p is None else asked | {"top_p": self.top_p}
+        request = NEUTRAL | {"model": model, "prompt": list(prompt), "max_tokens": room.max_new_tokens}
+        request |= {"temperature": self.temperature, "seed": hash_seed(self.seed + turn, number) & 0x7FFFFFFF}
+        request["stop_token_ids"] = list(self.end_tokens)
+        return request if self.top_p is None else request | {"top_p": self.top_p}
 
-    def _said(self, reply: dict[str, Any]) -> Said:
+    def _written(self, reply: dict[str, Any]) -> Written:
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         text = choice.get("text") if isinstance(choice, dict) else None
@@ -165,9 +193,11 @@ class ByServer(Answerer):
                 f"server.url: {self.server.url} answered choices {shown}; one choice with a text and finish_reason "
                 "'stop' or 'length' is needed"
             )
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        # Which tokens were written the protocol does not say: their text is taken at its word.
-        return Said(text, len(ids) + (reason == "stop"), reason == "length", True, is_looping(ids))
+        cut, tokens = reason == "length", choice.get("token_ids") if isinstance(choice, dict) else None
+        told = isinstance(tokens, list) and bool(tokens) and all(type(one) is int and one >= 0 for one in tokens)
+        if told and (cut or tokens[-1] in self.end_tokens):
+            return Written(tuple(tokens), cut)
+        return Written(None, cut, text)  # a server that does not tell which tokens it wrote: its text stands for them
 
     def _asked(self, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """One reply, tried again while it may help."""

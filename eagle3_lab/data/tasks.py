@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from eagle3_lab.data.chat import Message
-from eagle3_lab.data.records import records, say, whole_characters
+from eagle3_lab.data.records import Names, name_of, records, say, whole_characters
+from eagle3_lab.data.turns import UNUSABLE, Message, Tools, definitions, with_record
 from eagle3_lab.errors import UserError, near
 
 HELD_OUT = "held_out"
@@ -26,6 +26,7 @@ class Prompt:
     turns: tuple[str, ...]
     category: str = ""
     system: str | None = None
+    tools: Tools = ()
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
         """The conversation up to the first turn that ``answers`` do not answer yet."""
@@ -75,7 +76,8 @@ class Task:
     Args:
         name: mt_bench, humaneval, gsm8k, alpaca or cnn_dm; ``held_out`` for the data's held-out conversations; or, with
             a path, any name.
-        path: a local .jsonl of {"turns": [str, ...], "question_id"?, "category"?} instead of the hub's set.
+        path: a local .jsonl of {"turns": [str, ...], "question_id"?, "category"?, "system"?, "tools"?} instead of the
+            hub's set.
         limit: only the first so many prompts.
 
     Raises:
@@ -117,6 +119,7 @@ class Task:
 
 def _from_file(path: str) -> Iterator[Prompt]:
     seen: set[str] = set()
+    names = Names()
     for number, (place, record) in enumerate(records(path)):
         turns = record.get("turns")
         if not isinstance(turns, list) or not turns:
@@ -125,11 +128,18 @@ def _from_file(path: str) -> Iterator[Prompt]:
         for i, turn in enumerate(turns):
             if not isinstance(turn, str) or not turn.strip() or not whole_characters(turn):
                 raise UserError(f"{place}: turns[{i}] is {say(turn)}; a text is needed")
-        name = str(record.get("question_id", record.get("id", number)))
+        name = name_of([record.get("question_id"), record.get("id")], "")
         if name in seen:
             raise UserError(f"{place}: question_id {name} a second time; ids must differ within a file")
-        seen.add(name)
-        yield Prompt(name, tuple(turns), str(record.get("category") or ""))
+        seen |= {name} - {""}
+        beside = with_record(record, [])
+        if beside and UNUSABLE in beside[0]:
+            raise UserError(
+                f"{place}: {beside[0][UNUSABLE]}; a prompt's system is a text, its tools are a list of objects"
+            )
+        system = beside[0]["content"] if beside else None
+        name, tools = names.once(name or str(number)), definitions(record)[0]
+        yield Prompt(name, tuple(turns), str(record.get("category") or ""), system, tools)
 
 
 def _from_hub(task: str, source: HubSet) -> Iterator[Prompt]:

@@ -184,7 +184,7 @@ def test_an_empty_answer_in_our_own_form_is_dropped_and_counted(tmp_path: Path) 
     empty = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
     found, report = read_conversations(write(tmp_path, GOOD, empty))
     assert len(found) == 1
-    assert str(report) == "read: 1 conversations; dropped 1 (empty answer)"
+    assert str(report) == "read: 1 of 2 conversations; dropped 1 (empty answer)"
     with pytest.raises(UserError, match=r"no usable conversation .*1 \(empty answer\)"):
         read_conversations(write(tmp_path, empty))
 
@@ -194,6 +194,18 @@ def test_a_cut_mark_belongs_to_the_last_answer_alone(tmp_path: Path) -> None:
     (one,), report = read_conversations(write(tmp_path, longer))
     assert not one.cut, "the answer that was cut is not among those kept"
     assert report.shortened == {"last turn not answered": 1}
+
+
+@pytest.mark.parametrize("odd", [None, True, False, "", "  ", [1], {"a": 1}, float("nan"), float("inf")])
+def test_what_is_no_name_names_no_conversation(tmp_path: Path, odd: object) -> None:
+    found, _ = read_conversations(write(tmp_path, {**GOOD, "id": odd}, {**GOOD, "id": odd}))
+    assert [one.id for one in found] == ["c.jsonl:1", "c.jsonl:2"]
+
+
+def test_conversations_of_one_name_get_names_of_their_own(tmp_path: Path) -> None:
+    lines = [{**GOOD, "id": name} for name in ("x", "x", 7, "7", 7.5, "x~2", "x", "c.jsonl:9")]
+    found, _ = read_conversations(write(tmp_path, *lines, GOOD))
+    assert [one.id for one in found] == ["x", "x~2", "7", "7~2", "7.5", "x~2~2", "x~3", "c.jsonl:9", "c.jsonl:9~2"]
 
 
 def test_a_system_turn_alone_is_nothing_usable() -> None:

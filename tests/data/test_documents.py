@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
-from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 
 
@@ -61,7 +60,7 @@ def test_a_long_question_leaves_no_answer_and_is_dropped_with_a_count(chatml: Pr
     long = conversation("word " * 3000, "ok", name="long")
     found, report = encode(chatml, conversation("q", "a"), long, max_length=128)
     assert [one.conversation.id for one in found] == ["x"]
-    assert str(report) == "train: 1 conversations; dropped 1 (no answer within max_length)"
+    assert str(report) == "train: 1 of 2 conversations; dropped 1 (no answer within max_length)"
 
 
 def test_a_long_answer_is_cut_at_max_length_and_its_kept_part_stays_supervised(chatml: PreTrainedTokenizerFast) -> None:
@@ -103,13 +102,28 @@ def test_a_cut_conversation_ends_supervised_and_without_end_of_turn(chatml: PreT
     assert bool(one.supervised[-1])
 
 
-def test_a_template_fault_names_the_conversation(
+def test_conversations_that_the_template_refuses_are_dropped_counted_and_named(
     tokenizer_with: Callable[[str | None], PreTrainedTokenizerFast], chatml: PreTrainedTokenizerFast
 ) -> None:
     strict = "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
     tokenizer = tokenizer_with(strict + str(chatml.chat_template))
-    with pytest.raises(UserError, match=r"conversation x: chat template: .*one turn only"):
-        encode(tokenizer, conversation("q", "a", "r", "b"))
+    several = [conversation("q", "a", "r", "b", name=f"n{i}") for i in range(7)]
+    found, report = encode(tokenizer, *several, conversation("q", "a"))
+    assert [one.conversation.id for one in found] == ["x"]
+    reason = "the chat template refuses it (TemplateError: one turn only)"
+    assert report.dropped == {reason: 7} and report.named == {reason: ["n0", "n1", "n2", "n3", "n4"]}
+    assert str(report).endswith("; dropped 7 (" + reason + ": n0, n1, n2, n3, n4, ...)")
+    assert Report.of(report.counts()) == report
+
+
+def test_answers_that_the_template_changes_are_counted_under_one_reason_whatever_their_turn(
+    tokenizer_with: Callable[[str | None], PreTrainedTokenizerFast], chatml: PreTrainedTokenizerFast
+) -> None:
+    shouts = str(chatml.chat_template).replace("m['content']", "m['content'] | replace('c', 'C')")
+    some = conversation("q", "c", name="first"), conversation("q", "a", "r", "c", name="second")
+    found, report = encode(tokenizer_with(shouts), *some, conversation("q", "a"))
+    assert len(found) == 1
+    assert report.named == {"the chat template changes an answer's text": ["first", "second"]}
 
 
 def test_the_hash_of_documents_changes_with_ids_mask_and_order(chatml: PreTrainedTokenizerFast) -> None:

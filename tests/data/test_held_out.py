@@ -40,6 +40,14 @@ def test_marked_greedy_conversations_are_held_out_and_nothing_marked_is_trained_
     assert candidates(MARKED, 0).wanted == 0 and names(candidates(MARKED, 0).train) == {"t1", "t2"}
 
 
+def test_marked_conversations_that_cannot_validate_are_counted_by_reason() -> None:
+    assert candidates(MARKED, None).unfit == {
+        "marked as held out, but not known to be greedy": 1,
+        "marked as held out, but its text reads back as other tokens than were written": 1,
+    }
+    assert not candidates([conversation("a"), conversation("b", 0.8)], None).unfit
+
+
 def test_without_marks_a_share_of_the_greedy_ones_is_held_out() -> None:
     some = [conversation(f"g{i}") for i in range(40)] + [conversation(f"w{i}", 0.8) for i in range(40)]
     assert candidates(some, None).wanted == 2

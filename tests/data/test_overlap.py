@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report
-from eagle3_lab.data.overlap import Overlap, measured_on, normalised, unmeasured
+from eagle3_lab.data.overlap import Overlap, measured_on, normalised, opening_words, unmeasured, word_count
 from eagle3_lab.data.parts import divide
 from eagle3_lab.data.tasks import Task
 
@@ -39,6 +39,62 @@ def test_a_prompt_of_six_to_twelve_words_overlaps_where_it_stands_as_a_whole() -
     assert found([f"x {text(10, 22)} y"]) == "twelve"
     assert found([f"x {text(25, 30)} y"]) == "", "five words stand in many texts"
     assert found([text(25, 30).upper() + "?"]) == "five", "but an equal text is the same prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "around"),
+    [
+        ("请用一句话解释什么是相对论", "你好{}"),
+        ("法国的首都是哪里？", "你好，{}谢谢"),
+        ("日本の歴史について詳しく教えてください", "こんにちは{}よろしく"),
+        ("อธิบายหลักการพื้นฐานของกลศาสตร์ควอนตัม", "สวัสดีครับ{}ขอบคุณ"),
+        ("ອະທິບາຍຫຼັກການພື້ນຖານຂອງຟີຊິກ", "ສະບາຍດີ{}"),
+        ("សូមពន្យល់ពីគោលការណ៍គ្រឹះនៃរូបវិទ្យា", "សួស្តី{}"),
+        ("ကွမ်တမ်ရူပဗေဒ၏အခြေခံသဘောတရားကိုရှင်းပြပါ", "မင်္ဂလာပါ{}"),
+        ("用 Python 写一个快速排序函数", "麻烦你{}，谢谢"),
+        ("क्वांटम यांत्रिकी के मूल सिद्धांत क्या हैं", "नमस्ते {} धन्यवाद"),
+        ("양자 역학의 기본 원리를 쉽게 설명해 주세요", "안녕 {}"),
+    ],
+)
+def test_a_prompt_is_found_in_languages_with_and_without_spaces(prompt: str, around: str) -> None:
+    found = Overlap([("set", prompt)])
+    assert found([around.format(prompt)]) == "set"
+    assert found([around.format("")]) == ""
+    assert found([" ".join(prompt)]) == "set" or " " in prompt, "spaces between characters do not tell texts apart"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "other"),
+    [
+        ("你好", "你好，请介绍一下北京"),  # too short to be anything but its equal
+        ("สวัสดี", "สวัสดีครับ ช่วยแปลประโยคนี้"),
+        ("ありがとうございます", "昨日はありがとうございます。次の質問です"),
+        ("アメリカの歴史について教えてください", "日本の料理について教えてください"),
+        ("ช่วยเขียนบทกวีเกี่ยวกับทะเลและภูเขา", "ช่วยเขียนบทกวีเกี่ยวกับแมวของฉัน"),
+    ],
+)
+def test_words_that_stand_in_many_texts_without_spaces_are_no_overlap(prompt: str, other: str) -> None:
+    found = Overlap([("set", prompt)])
+    assert found([other]) == "" and found([prompt + "！"]) == "set"
+
+
+def test_thirteen_shared_characters_of_a_long_chinese_prompt_overlap_and_twelve_do_not() -> None:
+    prompt = "".join(chr(0x4E00 + i) for i in range(40))
+    found = Overlap([("set", prompt)])
+    assert found(["龍" + prompt[5:18] + "龍"]) == "set"
+    assert found(["龍" + prompt[5:17] + "龍"]) == ""
+
+
+def test_words_are_counted_with_and_without_spaces() -> None:
+    assert word_count("don't  stop, now") == 3
+    assert word_count("你好世界") == 4 and word_count("こんにちは") == 2.5 and word_count("สวัสดี") == 1.5
+    assert opening_words("One, two three FOUR", 3) == "one two three"
+    assert opening_words("ああああいい", 2) == "あ あ あ あ"
+
+
+def test_marks_belong_to_their_letters() -> None:
+    assert normalised("हिन्दी में") == "हिन्दी में"
+    assert normalised("a\ufe0f 2\ufe0f\u20e3") == "a 2"
 
 
 def test_any_turn_may_overlap_and_nothing_overlaps_with_nothing() -> None:

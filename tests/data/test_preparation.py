@@ -13,7 +13,7 @@ import torch
 from random_targets import random_target
 from transformers import PreTrainedTokenizerFast
 
-from eagle3_lab.data import preparation
+from eagle3_lab.data import dialogue, preparation
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.dialogue import WAVES, ByTarget, Dialogue, Room, Said, _batches
@@ -81,16 +81,16 @@ def test_a_kill_behind_any_answer_and_within_its_line_ends_in_the_same_bytes(
     brief: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, and no answer of a whole line is made twice."""
-    real, stop, made = ByTarget._said, 99, 0
+    real, stop, made = dialogue.read_back, 99, 0
 
-    def said(self: ByTarget, *words: Any) -> Said:
+    def said(*words: Any) -> Said:
         nonlocal made
         made += 1
         if made > stop:
             raise Killed
-        return real(self, *words)
+        return real(*words)
 
-    monkeypatch.setattr(ByTarget, "_said", said)
+    monkeypatch.setattr(dialogue, "read_back", said)
     place = choice(asked, rows=3).make(brief, chat, tmp_path / "whole", never)
     whole, manifest, whole_made = place.read_bytes(), manifest_of(place).read_bytes(), made
     assert whole_made > len(QUESTIONS) and any(len(json.loads(line)["messages"]) == 4 for line in whole.splitlines())
@@ -158,7 +158,7 @@ def test_the_answers_are_those_of_the_target_after_the_ids_that_were_served(
 
 
 def test_every_turn_of_a_conversation_draws_anew_and_the_same_again(target: HFTarget, chat: Chat) -> None:
-    answerer, room = ByTarget(target, chat.end_of_turn, 1.0, seed=3), Room(8, 1, 100, 128)
+    answerer, room = ByTarget(target, 1.0, seed=3), Room(8, 1, 100, 128)
     said = [list(answerer.answer([[5, 6, 7]], [0], turn, 1, room, {})) for turn in (0, 1, 0)]
     assert said[0] == said[2] != said[1]
 

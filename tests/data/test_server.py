@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 from fake_server import Fake, Reply, answer, serving
-from transformers import PreTrainedTokenizerFast
 
-from eagle3_lab.data.dialogue import Room, Said
+from eagle3_lab.data.dialogue import Room, Said, Written
 from eagle3_lab.data.server import LONGEST_WAIT, ByServer, Server
 from eagle3_lab.errors import UserError
 
+ENDS = (3, 9)
 ROOM = Room(max_new_tokens=5, rows=8, batch_tokens=1000, max_positions=100)
 PROMPTS = [[i, 7, 8] for i in range(12)]
 
@@ -26,18 +27,18 @@ def fake() -> Iterator[Fake]:
 
 
 def ask(
-    fake: Fake, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]] = PROMPTS, turn: int = 1, **more: Any
-) -> tuple[list[Said], list[float]]:
+    fake: Fake, prompts: list[list[int]] = PROMPTS, turn: int = 1, **more: Any
+) -> tuple[list[Written], list[float]]:
     """The answers, and how long it would have waited between tries."""
     waits: list[float] = []
-    by = ByServer(Server(fake.url, **more), tokenizer, 0.7, 0.9, seed=3, wait=waits.append)
+    by = ByServer(Server(fake.url, **more), ENDS, 0.7, 0.9, seed=3, wait=waits.append)
     made = dict(by.answer(prompts, range(len(prompts)), turn, 8, ROOM, {}))
     return [made[i] for i in range(len(prompts))], waits
 
 
-def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
-    said, waits = ask(fake, chatml)
-    assert said == [Said(f"to {i}", len(f"to {i}") + 1, False, True, False) for i in range(12)]
+def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake) -> None:
+    said, waits = ask(fake)
+    assert said == [Written(None, False, f"to {i}") for i in range(12)]
     assert waits == []
     bodies = fake.asked()
     assert sorted(body["prompt"] for body in bodies) == PROMPTS
@@ -47,19 +48,60 @@ def test_prompts_go_as_ids_and_answers_come_back_in_their_order(fake: Fake, chat
     seeds = {body["prompt"][0]: body["seed"] for body in bodies}
     assert len(set(seeds.values())) == 12
     fake.seen.clear()
-    ask(fake, chatml)
+    ask(fake)
     assert {body["prompt"][0]: body["seed"] for body in fake.asked()} == seeds
     fake.seen.clear()
-    ask(fake, chatml, turn=2)
+    ask(fake, turn=2)
     assert not {body["seed"] for body in fake.asked()} & set(seeds.values()), "another turn draws anew"
 
 
-def test_an_answer_that_ran_out_of_tokens_is_cut(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
+def test_every_sampling_parameter_is_sent_whatever_the_servers_own_defaults_are(fake: Fake) -> None:
+    """vLLM and SGLang fill what is missing from the served model's generation_config, at temperature 0 too."""
+    list(ByServer(Server(fake.url), ENDS, 0.0).answer(PROMPTS[:1], [0], 0, 8, ROOM, {}))
+    (body,) = fake.asked()
+    assert isinstance(body.pop("seed"), int)
+    assert body == {
+        "model": "tiny", "prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0.0, "n": 1, "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
+        "ignore_eos": False, "stop_token_ids": [3, 9], "skip_special_tokens": False, "return_token_ids": True,
+        "echo": False, "stream": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "token_ids", "tokens"),
+    [
+        ("stop", [5, 6, 3], (5, 6, 3)),
+        ("length", [5, 6], (5, 6)),
+        ("stop", [5, 6], None),  # no end among them: they are not all
+        ("stop", [], None),
+        ("stop", [5, True], None),
+        ("stop", "56", None),
+        ("length", [5, -1], None),
+    ],
+)
+def test_tokens_that_the_server_tells_are_taken_where_they_are_whole(
+    fake: Fake, reason: str, token_ids: object, tokens: tuple[int, ...] | None
+) -> None:
+    choice = {"text": "x", "finish_reason": reason, "token_ids": token_ids}
+    fake.reply = lambda body: (200, json.dumps({"choices": [choice]}).encode())
+    (written,), _ = ask(fake, PROMPTS[:1])
+    assert written == Written(tokens, reason == "length", "" if tokens else "x")
+
+
+def test_answers_that_another_model_began_are_not_continued(fake: Fake) -> None:
+    by = ByServer(Server(fake.url), ENDS, 0.0, begun_by=lambda model: "older")
+    with pytest.raises(UserError, match=r"begun by model 'older', and .* now has 'tiny'; serve 'older' again"):
+        list(by.answer(PROMPTS, range(12), 0, 8, ROOM, {}))
+    assert not fake.asked()
+
+
+def test_an_answer_that_ran_out_of_tokens_is_cut(fake: Fake) -> None:
     fake.reply = lambda body: (200, answer("abcde", "length"))
-    assert ask(fake, chatml, PROMPTS[:1])[0] == [Said("abcde", 5, True, True, False)]
+    assert ask(fake, PROMPTS[:1])[0] == [Written(None, True, "abcde")]
 
 
-def test_no_more_than_so_many_requests_are_under_way(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
+def test_no_more_than_so_many_requests_are_under_way(fake: Fake) -> None:
     meeting = threading.Barrier(3)
 
     def reply(body: Any) -> Reply:
@@ -67,40 +109,40 @@ def test_no_more_than_so_many_requests_are_under_way(fake: Fake, chatml: PreTrai
         return 200, answer("x")
 
     fake.reply = reply
-    ask(fake, chatml, concurrency=3)
+    ask(fake, concurrency=3)
     assert fake.most == 3
 
 
 def test_nothing_of_the_environment_is_sent(
-    fake: Fake, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a key nor a way through a proxy: one that does not exist would fail the request."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "not-to-be-seen")
-    ask(fake, chatml)
+    ask(fake)
     assert len(fake.asked()) == 12
     assert "not-to-be-seen" not in repr(fake.seen)
     assert all("Authorization" not in headers for _, headers, _ in fake.seen)
 
 
-def test_a_key_is_sent_where_a_file_names_it(fake: Fake, chatml: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_key_is_sent_where_a_file_names_it(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("abc\n")
-    ask(fake, chatml, key_file=tmp_path / "key")
+    ask(fake, key_file=tmp_path / "key")
     assert {headers["Authorization"] for _, headers, _ in fake.seen} == {"Bearer abc"}
     for missing in (tmp_path / "none", Path("~nobody-of-this-name/key")):
         with pytest.raises(UserError, match=rf"server\.key_file: {missing} cannot be read"):
-            ask(fake, chatml, key_file=missing)
+            ask(fake, key_file=missing)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_fails_for_the_moment_is_tried_again_later_and_later(
-    fake: Fake, chatml: PreTrainedTokenizerFast, status: int
+    fake: Fake, status: int
 ) -> None:
     left = [status] * 4
     fake.reply = lambda body: (left.pop(), b"busy") if left else (200, answer("x"))
-    said, waits = ask(fake, chatml, PROMPTS[:1], retries=4)
+    said, waits = ask(fake, PROMPTS[:1], retries=4)
     assert said[0].text == "x"
     for wait, full in zip(waits, (0.5, 1.0, 2.0, 4.0), strict=True):
         assert full / 2 <= wait <= full <= LONGEST_WAIT
@@ -125,33 +167,33 @@ def test_what_fails_for_the_moment_is_tried_again_later_and_later(
         ((200, b'{"choices": [{"text": "\\ud83d", "finish_reason": "stop"}]}'), r"one choice with a text"),
     ],
 )
-def test_nonsense_is_one_line(fake: Fake, chatml: PreTrainedTokenizerFast, reply: Reply, message: str) -> None:
+def test_nonsense_is_one_line(fake: Fake, reply: Reply, message: str) -> None:
     fake.reply = lambda body: reply
     with pytest.raises(UserError, match=message) as told:
-        ask(fake, chatml, retries=1)
+        ask(fake, retries=1)
     assert "\n" not in str(told.value) and fake.url in str(told.value)
 
 
-def test_a_server_that_is_not_there_is_one_line(chatml: PreTrainedTokenizerFast) -> None:
-    by = ByServer(Server("http://127.0.0.1:1/v1", retries=2), chatml, 0.0, wait=lambda _: None)
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    by = ByServer(Server("http://127.0.0.1:1/v1", retries=2), ENDS, 0.0, wait=lambda _: None)
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1/v1/models failed, tried 3 times"):
         list(by.answer(PROMPTS, range(12), 0, 8, ROOM, {}))
 
 
-def test_one_request_that_fails_stops_the_others(fake: Fake, chatml: PreTrainedTokenizerFast) -> None:
+def test_one_request_that_fails_stops_the_others(fake: Fake) -> None:
     fake.reply = lambda body: (400, b"no")
     with pytest.raises(UserError):
-        ask(fake, chatml, [[i] for i in range(300)], concurrency=2)
+        ask(fake, [[i] for i in range(300)], concurrency=2)
     assert len(fake.asked()) < 10
 
 
 def test_what_is_known_is_not_asked_and_what_came_before_a_failure_is_kept(
-    fake: Fake, chatml: PreTrainedTokenizerFast
+    fake: Fake
 ) -> None:
-    by = ByServer(Server(fake.url, concurrency=1), chatml, 0.0, wait=lambda _: None)
+    by = ByServer(Server(fake.url, concurrency=1), ENDS, 0.0, wait=lambda _: None)
     known = {i: Said("known", 2, False, True, False) for i in (0, 5)}
     fake.reply = lambda body: (400, b"no") if body["prompt"][0] == 7 else (200, answer("x"))
-    made: dict[int, Said] = {}
+    made: dict[int, Written] = {}
     with pytest.raises(UserError, match="HTTP 400"):
         for i, said in by.answer(PROMPTS, range(12), 0, 8, ROOM, known):
             made[i] = said
@@ -160,11 +202,11 @@ def test_what_is_known_is_not_asked_and_what_came_before_a_failure_is_kept(
 
 
 @pytest.mark.parametrize("models", [b"{}", b'{"data": []}', b'{"data": [{"id": "a"}, {"id": "b"}]}', b'{"data": 3}'])
-def test_which_model_is_asked_must_be_clear(fake: Fake, chatml: PreTrainedTokenizerFast, models: bytes) -> None:
+def test_which_model_is_asked_must_be_clear(fake: Fake, models: bytes) -> None:
     fake.models = (200, models)
     with pytest.raises(UserError, match=r"lists \d models .*; name one as server\.model"):
-        ask(fake, chatml)
-    said, _ = ask(fake, chatml, PROMPTS[:1], model="a")
+        ask(fake)
+    said, _ = ask(fake, PROMPTS[:1], model="a")
     assert said and fake.asked()[0]["model"] == "a"
 
 
