@@ -7,7 +7,6 @@ the last word.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +17,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Record
 from eagle3_lab.errors import UserError
 from eagle3_lab.packed import PackedLinear, lay_out, multiply
 from eagle3_lab.target.attention import by_document, spans, use_grouped
-from eagle3_lab.target.windows import FULL, SLIDING, Mask, Windows
+from eagle3_lab.target.decodable import (
+    cache_argument,
+    decoder_blocks,
+    require_decodable,
+    text_config,
+    text_decoder,
+)
+from eagle3_lab.target.windows import FULL, Mask, Windows
 from eagle3_lab.types import (
     PADDING,
     Batch,
@@ -43,8 +49,6 @@ from eagle3_lab.types import (
 
 SUMMARY_BYTES = 256 * 2**20
 """Bound on the float32 logits alive at once while they are summarised."""
-
-_UNSOUND_ROPE = ("dynamic", "longrope")  # their angles depend on the longest row of the batch
 
 
 class HFTarget(FrozenTarget):
@@ -68,19 +72,19 @@ class HFTarget(FrozenTarget):
         spec: TargetSpec,
         record: Record | None = None,
     ) -> None:
-        if reasons := refusals(model):
-            raise UserError(f"target {spec.name}: {'; '.join(reasons)}; a decoder with full attention would be right")
+        require_decodable(model, spec.name)
         self.model = model.eval().requires_grad_(False)
         use_grouped(model)
         self._tokenizer = tokenizer
         self.spec = spec
-        self._config = model.config.get_text_config(decoder=True)
+        self._config = text_config(model)
+        self._decoder = text_decoder(model)
         self._windows = Windows.of(self._config)
         said = self._config.to_dict()  # a deep copy: not one a step
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # of cohere, granite and gemma
         self._scale, self._divisor, self._cap = map(said.get, names)
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self._blocks = _blocks(model)
+        self._cache_argument = cache_argument(self._decoder)
+        self._blocks = decoder_blocks(model)
         self.record = record
         self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
 
@@ -222,7 +226,7 @@ class HFTarget(FrozenTarget):
     ) -> TargetOut:
         """The body once, tapped where ``needs`` says; logits of ``logit_rows`` (None: all rows)."""
         with _tapped(self._blocks, needs.layers) as taps:
-            out = self.model.base_model(
+            out = self._decoder(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=position,
@@ -368,45 +372,6 @@ class _SlotCache(Cache):
         super().__init__(layers=[_SlotLayer(self, i) for i in range(len(cache._keys))])
 
 
-def refusals(model: PreTrainedModel) -> list[str]:
-    """Why a model cannot be decoded by trees with our mask and cache; empty where nothing speaks against it."""
-    config = model.config.get_text_config(decoder=True)
-    said = config.to_dict()
-    parameters = inspect.signature(model.forward).parameters
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    types = set(said.get("layer_types") or ()) - {FULL, SLIDING}
-    ropes = _rope_types(said.get("rope_parameters") or {})
-    attention = model.config._attn_implementation
-    capped = bool(said.get("attn_logit_softcapping"))
-    found = {
-        f"cache layers {sorted(k.__name__ for k in kinds)}": not kinds <= {DynamicLayer, DynamicSlidingWindowLayer},
-        f"layer types {sorted(types)}": bool(types),
-        "recurrent state": model._is_stateful,
-        "no position_ids": "position_ids" not in parameters,
-        "ALiBi": bool(said.get("alibi")),
-        "an encoder": bool(said.get("is_encoder_decoder")),
-        **{f"rope type {rope!r}": rope in _UNSOUND_ROPE for rope in ropes},
-        f"soft-capped attention under {attention}, which drops the cap (eager keeps it)": capped
-        and attention != "eager",
-    }
-    return [reason for reason, holds in found.items() if holds]
-
-
-def _rope_types(said: dict[str, Any]) -> set[str | None]:
-    """One rope for all layers, or one for each layer type."""
-    each = [value for value in said.values() if isinstance(value, dict)]
-    return {one.get("rope_type") for one in (each or [said])}
-
-
-def _blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The one list of decoder blocks."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(found) != 1:
-        raise UserError(f"target: {len(found)} lists of {count} blocks found in {type(model).__name__}, one is needed")
-    return found[0]
-
-
 _FREQUENCIES = {"inv_freq": "attention_scaling", f"{FULL}_inv_freq": f"{FULL}_attention_scaling"}
 """Names of a rotary module's frequencies and of their scale; where each layer type has its own (gemma3), the full
 layers' are what a draft turns by."""
@@ -414,9 +379,12 @@ layers' are what a draft turns by."""
 
 def _rotary_module(model: PreTrainedModel) -> nn.Module:
     """The one rotary module; drafts take their frequencies from it."""
-    found = [m for m in model.base_model.modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
+    found = [m for m in text_decoder(model).modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
     if len(found) != 1:
-        raise UserError(f"target: {len(found)} rotary embeddings found in {type(model).__name__}, one is needed")
+        raise UserError(
+            f"target: {len(found)} rotary embeddings found in {type(model).__name__}, where a draft takes its own from "
+            "one; set model.draft.rope_base to a number"
+        )
     return found[0]
 
 

@@ -27,10 +27,12 @@ from eagle3_lab.packed import pack
 from eagle3_lab.paths import local_path
 from eagle3_lab.siblings import join
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.decodable import forward_in_one_line, max_positions, require_decodable, text_config
 from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
 from eagle3_lab.target.template import read_template
+from eagle3_lab.target.tokenizer import real_ids, require_round_trip
 from eagle3_lab.types import TargetSpec
 
 EMBEDDED = "embedded"
@@ -100,6 +102,7 @@ class TargetChoice:
         same. Raises UserError where there is none that can be read, or where its template has no such switch."""
         source = str(self.folder() or self.model)
         found = _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        require_round_trip(found, self.model)
         if self.chat_template is not None:
             found.chat_template = read_template(self.chat_template)
         if self.thinking is not None:
@@ -127,10 +130,12 @@ class TargetChoice:
         _require_whole(self.model, told)
         _tell_unused(self.model, told)
         _require_readable_settings(self.model, Path(source))
+        require_decodable(model, self.model)
         if self.device_map is None:
             model = _moved(model, self.device)
         if self.pack and pack(model) and self.device_map is None:
-            join(model, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
+            with forward_in_one_line(self.model):
+                join(model, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
         record = CudaRecord(model.device) if self.capture else None
         spec = replace(describe(model, tokenizer, self.model), settings_hash=settings_hash(self.model, source))
         target = HFTarget(model, tokenizer, spec, record)
@@ -197,27 +202,32 @@ def _require_readable_settings(name: str, folder: Path) -> None:
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TargetSpec:
-    """Sizes and identity of a loaded model."""
-    config = model.config.get_text_config(decoder=True)
-    said = config.to_dict()
-    heads = config.num_attention_heads
+    """Return sizes and identity of a loaded model.
+
+    Raises:
+        UserError: a model that trees cannot decode, or whose tokenizer the tokenizers library does not run.
+    """
+    require_decodable(model, name)
+    config, rows = text_config(model), model.get_output_embeddings().weight.shape[0]
+    sizes = {key: value for key, value in config.to_dict().items() if isinstance(value, int | float) and value}
+    heads, ends = config.num_attention_heads, _end_tokens(model, tokenizer, rows)
     return TargetSpec(
         name=name,
         hidden=config.hidden_size,
-        intermediate=said.get("intermediate_size") or 4 * config.hidden_size,
+        intermediate=sizes.get("intermediate_size") or 4 * config.hidden_size,  # a list has one a block
         layers=config.num_hidden_layers,
         heads=heads,
-        kv_heads=said.get("num_key_value_heads") or heads,
-        head_dim=said.get("head_dim") or config.hidden_size // heads,
-        vocab=model.get_output_embeddings().weight.shape[0],
-        rms_eps=said.get("rms_norm_eps") or said.get("layer_norm_eps") or 1e-6,
-        max_positions=said.get("max_position_embeddings") or 2**31 - 1,
-        end_tokens=_end_tokens(model, tokenizer),
+        kv_heads=sizes.get("num_key_value_heads") or heads,
+        head_dim=sizes.get("head_dim") or config.hidden_size // heads,
+        vocab=rows,
+        rms_eps=sizes.get("rms_norm_eps") or sizes.get("layer_norm_eps") or 1e-6,
+        max_positions=max_positions(model),
+        end_tokens=ends,
         weights_hash=weights_hash(model),
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
         template_hash="" if tokenizer is None else _short(str(tokenizer.chat_template).encode()),
         vocabulary_hash="" if tokenizer is None else vocabulary_hash(tokenizer),
-        tokens=0 if tokenizer is None else min(len(tokenizer), model.get_output_embeddings().weight.shape[0]),
+        tokens=0 if tokenizer is None else real_ids(tokenizer, rows, ends),
     )
 
 
@@ -288,12 +298,13 @@ def model_hash(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    said = model.generation_config.eos_token_id if model.generation_config is not None else None
-    found = set(said if isinstance(said, list) else [said])
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> tuple[int, ...]:
+    """The ids that end an answer; one behind the head's ``rows`` is never written."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = set(named if isinstance(named, list) else [named])
     if tokenizer is not None:
-        found.add(tokenizer.eos_token_id)
-    return tuple(sorted(token for token in found if token is not None))
+        ends.add(tokenizer.eos_token_id)
+    return tuple(sorted(token for token in ends if token is not None and 0 <= token < rows))
 
 
 def _moved(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -320,5 +331,13 @@ def _named(model: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:  # noqa: BLE001 - transformers raises whatever a broken file makes it stumble over
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"target.model: cannot load {model!r} ({said}); a folder, a hub id, or '{EMBEDDED}'") from None
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if "scaled_dot_product_attention" in message:  # transformers' words for a family without it
+            family = message.split()[1]
+            raise UserError(
+                f"target.attention: sdpa, which transformers has not for {family} of {model!r}; set target.attention: "
+                "eager"
+            ) from None
+        raise UserError(
+            f"target.model: cannot load {model!r} ({message}); a folder, a hub id, or '{EMBEDDED}'"
+        ) from None

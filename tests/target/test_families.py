@@ -11,7 +11,8 @@ from random_targets import random_target
 from eagle3_lab import packed
 from eagle3_lab.errors import UserError
 from eagle3_lab.target import adapter
-from eagle3_lab.target.adapter import HFTarget, refusals
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.decodable import refusals
 from eagle3_lab.target.probe import probe
 from eagle3_lab.types import PADDING, Batch, Needs, TargetOut, Tree, Verdict
 
