@@ -10,11 +10,15 @@ The operations are those that torch's own compiler emits for frozen weights on a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+M = TypeVar("M", bound=nn.Module)
 
 ROWS = 16  # a tree's worth; at 1 row as fast as a layout made for 1, at 512 as one made for 128 (measured)
 
@@ -27,16 +31,49 @@ class Family(ABC):
         """``layer``'s product; None where it must multiply alone."""
 
 
+class WeightState:
+    """A weight as it is now: which tensor, and after which changes.
+
+    A change is seen by the tensor's version, or by a step of any optimizer of torch: fused ones write to a weight and
+    leave its version as it was. What is written through ``weight.data`` is seen by nobody, autograd included.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.detach()  # a reference, so that no later tensor lies at the same address
+        self._key = _key(weight)
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether ``weight`` is that tensor and was not changed since."""
+        return self._key == _key(weight)
+
+
+def _key(weight: Tensor) -> tuple[object, ...]:
+    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+    return *place, weight._version, _optimizer_steps()[0]
+
+
+@cache
+def _optimizer_steps() -> list[int]:
+    """The number of steps that optimizers have taken in this process since the first call, in a list of one."""
+    steps = [0]
+
+    def add_one(*_: object) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(add_one)
+    return steps
+
+
 class PackedLinear(nn.Linear):
     """The same parameters under the same names as ``linear``, and a second copy of its weight, made at the first
-    forward and made anew when the weight has changed."""
+    forward and made anew when the weight has changed (:class:`WeightState`)."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
         self._layout: Tensor | None = None
-        self._made_of: tuple[int, int] | None = None
+        self._made_of: WeightState | None = None
         self._family: Family | None = None
 
     def forward(self, input: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows M"]:
@@ -54,19 +91,14 @@ class PackedLinear(nn.Linear):
         """Multiply with others from now on; a layout of its own is made again only where it is asked alone."""
         self._family, self._layout, self._made_of = family, None, None
 
-    def state(self) -> tuple[int, int]:
-        """Which weight this is, as it is now: an optimizer's step changes the second."""
-        return self.weight.data_ptr(), self.weight._version
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy is alone, and lays its weight out anew: a layout is opaque, and of the weight it was made of."""
         return self.__dict__ | {"_layout": None, "_made_of": None, "_family": None}
 
     def _laid_out(self) -> Tensor | None:
         """The layout of the weight as it is now; None where it has gone to a device or dtype that has none."""
-        now = self.state()
-        if now != self._made_of:
-            self._layout, self._made_of = None, now
+        if self._made_of is None or not self._made_of.is_of(self.weight):
+            self._layout, self._made_of = None, WeightState(self.weight)
             with torch.no_grad():
                 self._layout = lay_out(self.weight.detach())
         return self._layout
@@ -107,3 +139,24 @@ def pack(module: nn.Module) -> int:
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def packed(module: M) -> M:
+    """Return a packed twin of ``module``, for decoding: other module objects over the very same parameters and buffers,
+    so that it follows their training, and ``module`` itself stays as it is."""
+    twin = _twin(module, {})
+    pack(twin)
+    return twin
+
+
+def _twin(module: M, twins: dict[int, nn.Module]) -> M:
+    """``module`` and the modules below it as new objects; one that stands in two places stays one."""
+    if id(module) not in twins:
+        twin = twins[id(module)] = module.__new__(type(module))
+        tables = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+        twin.__dict__ = module.__dict__ | tables
+        for name, child in tables["_modules"].items():
+            twin._modules[name] = None if child is None else _twin(child, twins)
+    twin = twins[id(module)]
+    assert isinstance(twin, type(module))
+    return twin

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle3_lab.packed import Family, PackedLinear, lay_out, multiply
+from eagle3_lab.packed import Family, PackedLinear, WeightState, lay_out, multiply
 
 
 class Siblings(Family):
@@ -30,7 +30,7 @@ class Siblings(Family):
         self._widths = [layer.out_features for layer in layers]
         self._layout: Tensor | None = None
         self._bias: Tensor | None = None
-        self._made_of: tuple[tuple[int, int], ...] = ()
+        self._made_of: tuple[WeightState, ...] = ()
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
@@ -48,11 +48,11 @@ class Siblings(Family):
         return first
 
     def _laid_out(self) -> Tensor | None:
-        now = tuple(layer.state() for layer in self._layers)
-        if now != self._made_of:
-            self._made_of = now
+        weights = [layer.weight for layer in self._layers]
+        if not (self._made_of and all(map(WeightState.is_of, self._made_of, weights))):
+            self._made_of = tuple(map(WeightState, weights))
             with torch.no_grad():
-                self._layout = lay_out(torch.cat([layer.weight for layer in self._layers]))
+                self._layout = lay_out(torch.cat(weights))
                 biases = [layer.bias for layer in self._layers]
                 self._bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
         return self._layout

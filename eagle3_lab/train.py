@@ -170,8 +170,8 @@ class DraftModule(lightning.LightningModule):
 
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept), over all micro-batches and
-    ranks; val/loss and the hit table's readings under val/, as deep as ``judged_depth`` (None: as the head is trained),
-    so that heads trained for other depths are comparable. N_s of an optimizer step is known from the masks before its
+    ranks; val/loss, the same loss over all trained steps; and the hit table's readings under val/, as deep as
+    ``judged_depth`` (None: as the head is trained), so that heads trained for other depths are comparable. N_s of an optimizer step is known from the masks before its
     first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
     each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
     unbroken one does. ``read`` gives a batch's features, what ``needs`` names: the target's own forward, once a batch,
@@ -201,6 +201,7 @@ class DraftModule(lightning.LightningModule):
         self.unroll, self.loss, self.optimization = unroll, loss, optimization
         self.noise, self.seed, self.compiled = noise, seed, compiled
         self.judging = unroll.judging(unroll.reach if judged_depth is None else judged_depth, draft.steps)
+        self._validating = unroll.judging(max(self.judging.reach, unroll.depth), draft.steps)
         self.validation = HitTable(self.judging.reach)
         self._target = (target,)  # in a tuple, so that Lightning never counts the target's weights as ours
         self.needs = Needs(layers=source.layers(target.spec.layers), top=True)
@@ -231,6 +232,12 @@ class DraftModule(lightning.LightningModule):
         """One batch unrolled as a decoder drafts, as deep as ``judging``; the loss is that of the trained steps among
         them."""
         return self._unrolled(batch, self.judging, None, None)[0]
+
+    @torch.no_grad()
+    def validate(self, batch: Batch) -> LossOut:
+        """One batch unrolled as a decoder drafts, as deep as it is judged and as it is trained; the loss is that of all
+        trained steps."""
+        return self._unrolled(batch, self._validating, None, None)[0]
 
     def _unrolled(
         self,
@@ -276,8 +283,9 @@ class DraftModule(lightning.LightningModule):
         return out.total * (self.trainer.accumulate_grad_batches * self._loader().order.processes)
 
     def validation_step(self, batch: Batch, index: int) -> None:
-        out = self.judge(batch)
-        self.validation.update(self.judging.table(out.hit), batch.supervised, batch.document)
+        out = self.validate(batch)
+        hit = self._validating.table(out.hit)[..., : self.judging.reach]
+        self.validation.update(hit, batch.supervised, batch.document)
         counts = self.loss.denominators(batch, self.unroll.depth)
         self.validation_loss.update(out.steps[: self.unroll.depth], counts)
 

@@ -7,7 +7,7 @@ import torch
 from random_targets import random_target
 from torch import nn
 
-from eagle3_lab.packed import PackedLinear, pack, packable
+from eagle3_lab.packed import PackedLinear, pack, packable, packed
 from eagle3_lab.target.probe import probe
 
 
@@ -47,6 +47,48 @@ def test_a_changed_weight_is_laid_out_anew() -> None:
     with torch.no_grad():
         assert not torch.equal(packed(x), before)
         torch.testing.assert_close(packed(x), nn.functional.linear(x, packed.weight, packed.bias))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_adamw_lays_the_weight_out_anew(fused: bool) -> None:
+    """A fused step changes the weight and leaves its version as it was."""
+    one = PackedLinear(linear())
+    x = torch.randn(3, 24)
+    optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused)
+    for _ in range(2):
+        with torch.no_grad():
+            before = one(x)
+        one(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(one(x), before)
+            torch.testing.assert_close(one(x), nn.functional.linear(x, one.weight, one.bias))
+
+
+def test_a_new_weight_is_laid_out_wherever_it_lies() -> None:
+    """The allocator gives the address of a weight that is gone to the next one, whose version is 0 as well."""
+    one, x = PackedLinear(linear()), torch.randn(3, 24)
+    with torch.no_grad():
+        for _ in range(10):
+            one.weight = nn.Parameter(torch.randn(40, 24))
+            torch.testing.assert_close(one(x), nn.functional.linear(x, one.weight, one.bias))
+        one.weight.data = one.weight.data.flip(0).clone()
+        torch.testing.assert_close(one(x), nn.functional.linear(x, one.weight, one.bias))
+
+
+def test_a_packed_twin_shares_the_weights_and_leaves_the_module_as_it_was() -> None:
+    shared = linear()
+    plain = nn.ModuleDict({"first": nn.Sequential(linear(), nn.ReLU()), "second": shared, "again": shared})
+    before = [(name, id(module), type(module)) for name, module in plain.named_modules(remove_duplicate=False)]
+    twin = packed(plain)
+    assert [(n, id(m), type(m)) for n, m in plain.named_modules(remove_duplicate=False)] == before
+    assert type(twin) is nn.ModuleDict and isinstance(twin["second"], PackedLinear)
+    assert dict(twin.named_parameters()) == dict(plain.named_parameters())
+    x = torch.randn(3, 24)
+    with torch.no_grad():
+        twin["second"](x)
+        shared.weight.mul_(2.0)
+        torch.testing.assert_close(twin["second"](x), shared(x))
 
 
 def test_gradients_flow_to_the_input_of_a_frozen_layer() -> None:

@@ -16,7 +16,7 @@ from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.packed import pack
+from eagle3_lab.packed import packed
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.load import TargetChoice
 from eagle3_lab.types import (
@@ -126,9 +126,8 @@ class HeadTree(Method):
             raise ValueError(f"{type(self.grow).__name__} is grown by a trained head, and there is none")
         if isinstance(head.draft, CausalDraft):
             raise ValueError(f"HeadTree reads features, and {type(head.draft).__name__} does not; use DraftLM")  # noqa: TRY004
-        pack(head.source)
-        pack(head.draft)
-        return Eagle(head.source, head.draft, self._growing(spec.vocab), spec.layers, spec.max_positions, head.record)
+        source, draft = packed(head.source), packed(head.draft)  # twins: the head may be one that is yet to be trained
+        return Eagle(source, draft, self._growing(spec.vocab), spec.layers, spec.max_positions, head.record)
 
     def _growing(self, vocab: int) -> Grow:
         if self.law is None or self.law.temperature == 0:
