@@ -69,9 +69,12 @@ def test_a_killed_training_goes_on_in_its_run_and_ends_as_if_it_had_not_been(ben
     assert done < STEPS
     assert not (work / "draft.ckpt").exists()
 
+    for half in (".last.ckpt-7", ".last.ckpt-x1y2", ".state.json-7"):  # as a kill within a write leaves them
+        (work / half).write_text("half")
     ran = bench.run("fit", *words(STEPS))
     assert ran.code == 0
     assert bench.work() == work
+    assert not list(work.glob(".*"))
     assert step_of(work / "draft.ckpt") == STEPS
     client = MlflowClient(store_uri(bench.folder), store_uri(bench.folder))
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
