@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,30 +22,41 @@ from eagle3_lab.config.reading import show
 from eagle3_lab.errors import UserError
 from eagle3_lab.paths import is_file, is_folder
 from eagle3_lab.types import DraftModel, FeatureSource, FrozenTarget, TargetSpec
+from eagle3_lab.whole import replaced
 
 KEY = "eagle3_lab"
 VOCAB = "draft.draft_vocab.d2t"
 
 
+ADVICE = "lower optimizer.lr, or set trainer.gradient_clip_val"
+
+
+class NotFinite(UserError):
+    """Training came to a loss, a weight or a moment of the optimizer that is NaN or infinite."""
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the destination, syncs, and renames: a killed or full-disk save leaves the last checkpoint whole.
+    What is not finite is never written, and never read.
 
     (Lightning writes in the system's temporary folder and moves, which on another file system is a plain copy.)
+
+    Raises:
+        NotFinite: on writing, a weight or a moment of the optimizer that is NaN or infinite.
+        UserError: a disk that is full; on reading, no checkpoint, or such a number.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         place = Path(path)
+        if (name := not_finite(checkpoint)) is not None:
+            raise NotFinite(
+                f"training: {name} is not finite after step {checkpoint.get('global_step')}, and {place} is not "
+                f"written; {ADVICE}"
+            )
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    torch.save(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(name, place)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            with replaced(place) as file:
+                torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             # torch's writer fails a second time when it closes a file that could not be written to
             fault = error if isinstance(error, OSError) else error.__context__
@@ -60,7 +69,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read(Path(path))
+        content = read(Path(path))
+        if (name := not_finite(content)) is not None:
+            raise UserError(f"{path}: {name} is not finite; remove it, and {ADVICE}")
+        return content
+
+
+def not_finite(checkpoint: Mapping[str, Any]) -> str | None:
+    """The name of a weight, or of an optimizer's number, that is NaN or infinite; None where there is none."""
+    for key in ("state_dict", "optimizer_states"):
+        for name, value in _tensors(checkpoint.get(key), key):
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                return name.removeprefix("state_dict.")
+    return None
+
+
+def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of nested tables and lists, by their path."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(one, f"{name}.{key}")
 
 
 @dataclass(frozen=True)
@@ -232,9 +262,8 @@ def _told(content: dict[str, Any], path: Path) -> tuple[Identity, str, dict[str,
     parts = said.get("parts") if isinstance(said, dict) else None
     if not _is_identity(target) or not isinstance(parts, str) or not _are_weights(weights):
         raise UserError(f"{path}: not a checkpoint of eagle3_lab; train one with `fit`")
-    for name, value in weights.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise UserError(f"{path}: {name} holds NaN or infinity; train another head, with a lower optimizer.lr")
+    if (name := not_finite(content)) is not None:
+        raise UserError(f"{path}: {name} holds NaN or infinity; train another head, with a lower optimizer.lr")
     known = {field.name: target[field.name] for field in fields(Identity) if field.name in target}
     return Identity(**known), parts, weights
 

@@ -7,6 +7,18 @@ from pathlib import Path
 from eagle3_lab.errors import UserError
 
 
+def bytes_text(count: int | float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point.
+
+    >>> bytes_text(0), bytes_text(999_999), bytes_text(2.5e9)
+    ('0 B', '1.0 MB', '2.5 GB')
+    """
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.95 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
 def local_path(text: str) -> Path:
     """A path with ``~`` resolved, whether or not something is there. Raises UserError for what can be no path here."""
     try:

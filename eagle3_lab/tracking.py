@@ -18,16 +18,28 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from filelock import FileLock, Timeout
+
 from eagle3_lab.errors import UserError
 from eagle3_lab.parameters import flatten
 from eagle3_lab.paths import local_path
-from eagle3_lab.run_store import PLACE_TAG, database_uri, relocate, serve_ui, store_uri, ui_command
+from eagle3_lab.run_store import (
+    PLACE_TAG,
+    alive,
+    database_uri,
+    end_abandoned,
+    relocate,
+    require_writable,
+    serve_ui,
+    store_uri,
+    ui_command,
+)
 
 if TYPE_CHECKING:  # imported where they are used: configuration errors and --help need neither
     import matplotlib.figure
@@ -79,6 +91,7 @@ class Run:
         self._client = client
         self.folder = folder
         self.id: str = info.run_id
+        self._alive: FileLock | None = None
         self.name = str(info.run_name)
         self.experiment_id: str = info.experiment_id
 
@@ -126,6 +139,10 @@ class Run:
             for start in range(0, max(len(metrics), 1), METRICS_PER_BATCH):
                 self._client.log_batch(self.id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
+    def steps_of(self, key: str) -> set[int]:
+        """The steps at which a metric was logged."""
+        return {point.step for point in self._client.get_metric_history(self.id, key)}
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags: searchable, and shown beside the parameters."""
         from mlflow.entities import RunTag
@@ -166,10 +183,25 @@ class Run:
                 return Run(self._client, self.folder, found.info.run_id)
         return self.child(name, tags)
 
+    def hold(self) -> None:
+        """Show other processes that this one is at work on the run, until `finish`. A process that is killed outright
+        leaves it RUNNING, until it is continued, or the store is opened again: then it is FAILED."""
+        lock = alive(self.folder, self.id)
+        with suppress(Timeout, OSError):  # held by another Run of this process; or a disk that is full
+            lock.acquire(timeout=0)
+            self._alive = lock
+
     def finish(self, status: Status = "FINISHED") -> None:
-        """End the run. A process that is killed outright leaves it RUNNING, until it is continued."""
-        with self._writing():
-            self._client.set_terminated(self.id, status)
+        """End the run. Where that cannot be written, it is FAILED once the store is opened again."""
+        lock, self._alive = self._alive, None
+        try:
+            with self._writing():
+                self._client.set_terminated(self.id, status)
+            if lock is not None:
+                Path(lock.lock_file).unlink(missing_ok=True)
+        finally:
+            if lock is not None:
+                lock.release()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -179,9 +211,8 @@ class Run:
         try:
             yield
         except (MlflowException, OSError) as error:
-            reason = str(error).splitlines()[0]
             raise UserError(
-                f"{self.folder}: run {self.id} cannot be written ({reason}); make room and run again"
+                f"{self.folder}: run {self.id} cannot be written ({_reason(error)}); make room and run again"
             ) from None
 
     def __enter__(self) -> Run:
@@ -196,6 +227,19 @@ class Run:
             self.finish("FAILED" if issubclass(kind, Exception) else "KILLED")
 
 
+def _reason(error: BaseException) -> str:
+    """Why a store failed, in the words of what failed first: SQLite's or the system's, not those of the layers between,
+    which quote statements."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, sqlite3.Error):
+            return str(at)
+        if isinstance(at, OSError) and at.strerror:
+            return at.strerror
+        at = at.__cause__ or at.__context__
+    return str(error).splitlines()[0]
+
+
 def open_run(tracking: Tracking, run_id: str | None = None, tags: Mapping[str, str] | None = None) -> Run:
     """Start a run, or continue run ``run_id`` of this store (after a kill): its parameters, metrics and files stay.
 
@@ -203,17 +247,20 @@ def open_run(tracking: Tracking, run_id: str | None = None, tags: Mapping[str, s
     """
     from mlflow.exceptions import MlflowException
 
-    client, folder = _open_store(tracking.folder)
+    client, folder = _open_store(tracking.folder, run_id)
     if run_id is None:
         made = client.create_run(
             _experiment(client, folder, tracking.experiment), run_name=tracking.run_name, tags=dict(tags or {})
         )
-        return Run(client, folder, made.info.run_id)
+        run = Run(client, folder, made.info.run_id)
+        run.hold()
+        return run
     try:
         run = Run(client, folder, run_id)
         client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted in the UI
     except MlflowException:
         raise UserError(f"{tracking.folder}: no run {run_id!r} in this store") from None
+    run.hold()
     run.set_tags(tags or {})
     return run
 
@@ -221,8 +268,9 @@ def open_run(tracking: Tracking, run_id: str | None = None, tags: Mapping[str, s
 # ---------------------------------------------------------------------------------------------------------- store
 
 
-def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
-    """A client of the store in ``folder``, which is made if missing and relocated if it was moved."""
+def _open_store(folder: Path, run_id: str | None) -> tuple[mlflow.tracking.MlflowClient, Path]:
+    """A client of the store in ``folder``, which is made if missing and relocated if it was moved; runs that were
+    abandoned there are ended, but ``run_id``, which is to be continued."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported, hence here
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     from mlflow.exceptions import MlflowException
@@ -236,17 +284,16 @@ def _open_store(folder: Path) -> tuple[mlflow.tracking.MlflowClient, Path]:
         (where / "artifacts").mkdir(parents=True, exist_ok=True)
         if not (where / "mlflow.db").exists():
             _make_store(where)
-        with closing(sqlite3.connect(where / "mlflow.db", timeout=30)) as database:
-            database.execute("BEGIN IMMEDIATE")  # taken and given back: can it be written at all?
-            database.rollback()
+        require_writable(where)
         relocate(where)
+        end_abandoned(where, but=run_id)
         return _client(where / "mlflow.db"), where
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"tracking.folder: {folder} cannot be written ({error}); name a folder that can") from None
     except (MlflowException, SQLAlchemyError) as error:  # the second from a disk that is full
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"tracking.folder: {folder}/mlflow.db cannot be opened ({reason}); make room, or name another folder"
+            f"tracking.folder: {folder}/mlflow.db cannot be opened ({_reason(error)}); make room, or name another "
+            "folder"
         ) from None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import lightning
 import torch
 from jaxtyping import Float, Int
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from eagle3_lab.checkpoint import KEY, label
@@ -171,11 +172,12 @@ class DraftModule(lightning.LightningModule):
     ``source`` and ``draft`` must be built for ``target``. Logged each step: train/loss, and per unroll step s
     train/step_{s}/loss, accuracy and overlap (sum of min(p, q), what sampling would accept), over all micro-batches and
     ranks; val/loss, the same loss over all trained steps; and the hit table's readings under val/, as deep as
-    ``judged_depth`` (None: as the head is trained), so that heads trained for other depths are comparable. N_s of an optimizer step is known from the masks before its
-    first forward, so accumulation and data parallelism change neither losses nor gradients. ``noise`` is drawn anew for
-    each batch of a training step, from ``seed``, the step, the batch and the rank, so a resumed run draws what an
-    unbroken one does. ``read`` gives a batch's features, what ``needs`` names: the target's own forward, once a batch,
-    unless something else is put there. ``compiled``: torch compiles what lies between a training step's products.
+    ``judged_depth`` (None: as the head is trained), so that heads trained for other depths are comparable. N_s of an
+    optimizer step is known from the masks before its first forward, so accumulation and data parallelism change neither
+    losses nor gradients. ``noise`` is drawn anew for each batch of a training step, from ``seed``, the step, the batch
+    and the rank, so a resumed run draws what an unbroken one does. ``read`` gives a batch's features, what ``needs``
+    names: the target's own forward, once a batch, unless something else is put there. ``compiled``: torch compiles what
+    lies between a training step's products.
 
     Raises:
         ValueError: for a term that these parts cannot serve.
@@ -209,6 +211,7 @@ class DraftModule(lightning.LightningModule):
         self._clock = time.perf_counter()
         self._counts: Float[Tensor, " S"] | None = None
         self._seen: list[Float[Tensor, "4 S"]] = []
+        self._unsent: tuple[int, dict[str, Tensor]] | None = None
         self._tokens: list[Int[Tensor, ""]] = []
         self.validation_loss = StepLoss(unroll.depth, loss.step_decay)
 
@@ -291,9 +294,36 @@ class DraftModule(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         read = {"loss": self.validation_loss.compute(), **self.validation.compute()}  # of all ranks
-        self.log_dict({f"val/{name}": value for name, value in read.items()}, sync_dist=self.trainer.world_size > 1)
+        values = {f"val/{name}": value for name, value in read.items()}
+        is_fitting = self.trainer.state.fn == TrainerFn.FITTING
+        self.log_dict(values, sync_dist=self.trainer.world_size > 1, logger=False if is_fitting else None)
+        if is_fitting and not self.trainer.sanity_checking:
+            self._send(values, self.trainer.global_step - 1)
         self.validation.reset()
         self.validation_loss.reset()
+
+    def on_train_batch_end(self, outputs: object, batch: Batch, batch_idx: int) -> None:
+        self.send_step()
+
+    def send_step(self) -> None:
+        """Send the metrics of the last optimizer step to the loggers, if it is one that is logged and they were not
+        sent yet. Whoever saves a checkpoint does it first: a run that goes on behind it makes the step no more."""
+        trainer, unsent = self.trainer, self._unsent
+        if unsent is None or trainer.global_step <= unsent[0]:
+            return  # nothing, or a step that an exception has cut short
+        step, values = unsent
+        if (step + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop:
+            self._send(values, step)
+        self._unsent = None
+
+    def _send(self, values: Mapping[str, Tensor], step: int) -> None:
+        """Not by Lightning's own counter of steps, which goes astray where a process was interrupted while it logged;
+        one wait for the device."""
+        numbers = torch.stack([value.double().to(self.device) for value in values.values()]).tolist()
+        for logger in self.trainer.loggers:
+            logger.log_metrics(
+                {"epoch": float(self.trainer.current_epoch), **dict(zip(values, numbers, strict=True))}, step
+            )
 
     def configure_optimizers(self) -> dict[str, Any]:
         o = self.optimization
@@ -338,7 +368,7 @@ class DraftModule(lightning.LightningModule):
         self._tokens.append((batch.document >= 0).sum())
 
     def _log_step(self) -> None:
-        """One dictionary an optimizer step, so a logger makes one call of it."""
+        """One dictionary an optimizer step, for callbacks and, once the step is taken, for loggers."""
         tokens = torch.stack(self._tokens).sum().to(self._seen[0].dtype).expand(1, self.unroll.depth)
         together = torch.cat((torch.stack(self._seen).sum(0), tokens))
         losses, judged, hits, overlap, tokens = self.trainer.strategy.reduce(together, reduce_op="sum").unbind()
@@ -352,4 +382,5 @@ class DraftModule(lightning.LightningModule):
         now = time.perf_counter()
         values["train/tokens_per_second"] = tokens[0] / max(now - self._clock, 1e-9)
         self._clock = now
-        self.log_dict(values, batch_size=1)
+        self.log_dict(values, batch_size=1, logger=False)
+        self._unsent = self.trainer.global_step, values

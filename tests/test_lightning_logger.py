@@ -25,6 +25,9 @@ class RecordingRun(Run):
     def log_metrics(self, values: Mapping[str, int | float], step: int = 0) -> None:
         self.metrics.append((step, dict(values)))
 
+    def steps_of(self, key: str) -> set[int]:
+        return {step for step, values in self.metrics if key in values}
+
     def log_params(self, tree: Mapping[str, object]) -> None:
         self.params.append(tree)
 

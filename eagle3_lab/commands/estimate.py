@@ -10,6 +10,7 @@ from eagle3_lab.commands.stages import check_features
 from eagle3_lab.commands.work import disk_bytes
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.paths import bytes_text
 from eagle3_lab.progress import duration
 from eagle3_lab.train import DraftModule
 
@@ -33,9 +34,9 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
         f"{per_epoch} batches a pass\n"
         f"training: {steps} steps of {accumulate} batches, {batches / per_epoch:.1f} passes over the data; "
         f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * batches)}\n"
-        f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state {parameters * 16 / 1e9:.2f} GB "
-        "of memory, beside the target and a batch's activations\n"
-        f"disk: {disk_bytes(module) / 1e9:.2f} GB at most (two checkpoints with optimizer state while one replaces the "
+        f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state "
+        f"{bytes_text(parameters * 16)} of memory, beside the target and a batch's activations\n"
+        f"disk: {bytes_text(disk_bytes(module))} at most (two checkpoints with optimizer state while one replaces the "
         "other, the draft, and its copy in the run)\n" + _features(experiment, module, data)
     )
 
@@ -48,8 +49,8 @@ def _features(experiment: Experiment, module: DraftModule, data: ConversationDat
     contents = making.manifest.contents
     left = making.tokens_left() * contents.token_bytes
     return (
-        f"features: {contents.bytes / 1e9:.3g} GB for {contents.tokens} tokens of {len(contents.layers)} states in "
-        f"{contents.dtype}, of which {left / 1e9:.3g} GB are yet to be made; the timed step ran the target, which "
+        f"features: {bytes_text(contents.bytes)} for {contents.tokens} tokens of {len(contents.layers)} states in "
+        f"{contents.dtype}, of which {bytes_text(left)} are yet to be made; the timed step ran the target, which "
         "training from the store does not\n"
     )
 

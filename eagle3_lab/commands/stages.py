@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver
+from eagle3_lab.commands.callbacks import Finite, Interrupts, Reporter, Saver, Validations
 from eagle3_lab.commands.named import at
 from eagle3_lab.commands.work import Work, beginning, require_room
 from eagle3_lab.data.chat import Chat
@@ -172,7 +172,9 @@ def train_head(
     Raises:
         UserError: no room on the disk, options that Lightning refuses, more processes than rows, a last checkpoint that
             is damaged, or no step taken.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; ``work.last`` is then the last step's.
+        NotFinite: a loss, a weight or a moment of the optimizer that is NaN or infinite; ``work.last`` is of a step
+            before.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated); ``work.last`` is then the last step's.
     """
     if ranks.is_first():
         require_room(work.folder, module)
@@ -194,14 +196,15 @@ def train_head(
         enable_version_counter=False,
         save_on_exception=True,
     )
-    interrupts = Interrupts()
+    interrupts, validations = Interrupts(), Validations()
     with quiet_lightning(), stage("training", "steps", None, experiment.budgets.get("training")) as s:
-        callbacks = [saver, Reporter(s), Finite(options.log_every_n_steps), interrupts]
+        callbacks = [saver, Reporter(s), Finite(options.log_every_n_steps), validations, interrupts]
         trainer = options.make(RunLogger(run), callbacks, checkpoint.AtomicCheckpointIO(), precision, work.folder)
         check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:
             with interrupts.caught(), reading(module, data, kept):
                 trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
+                validations.finish(trainer, module, data)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         if trainer.global_step == 0:

@@ -25,8 +25,9 @@ from eagle3_lab.experiment import BY_CONTENT, BY_VALUE, Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.held import hold
 from eagle3_lab.keys import digest
-from eagle3_lab.paths import local_path
+from eagle3_lab.paths import bytes_text, local_path
 from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.whole import remove_leftovers
 
 CHECKPOINT = ".ckpt"
 LAST, DRAFT, STATE, PRODUCTS, LOCK = "last.ckpt", "draft.ckpt", "state.json", "products.json", "lock"
@@ -93,7 +94,8 @@ class Work:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Within, no other process trains in this folder or measures what was trained there; the system lets go of it
-        when this one ends, however it ends. Of several processes that train together the first one holds it.
+        when this one ends, however it ends. Of several processes that train together the first one holds it. What a
+        killed one left half-written is removed.
 
         Raises:
             UserError: another process holds it, or it cannot be written.
@@ -104,6 +106,7 @@ class Work:
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror}); a folder that can") from None
         with held:
+            remove_leftovers(self.folder)
             yield
 
     def products(self, choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
@@ -232,7 +235,7 @@ def require_room(folder: Path, module: nn.Module) -> None:
     free, needed = shutil.disk_usage(folder).free, disk_bytes(module)
     if free < needed:
         raise UserError(
-            f"{folder}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for checkpoints; free some, or set "
+            f"{folder}: {bytes_text(free)} free, {bytes_text(needed)} needed for checkpoints; free some, or set "
             "tracking.folder to another disk"
         )
 

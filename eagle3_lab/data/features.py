@@ -25,7 +25,7 @@ from eagle3_lab.data.manifest import MANIFEST, Contents, Manifest, refuse_other,
 from eagle3_lab.data.packing import PackedRows, Row, pack
 from eagle3_lab.data.store import read_shard, write_shard
 from eagle3_lab.errors import UserError
-from eagle3_lab.paths import local_path
+from eagle3_lab.paths import bytes_text, local_path
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.types import LogitSummary, Needs
 
@@ -173,7 +173,7 @@ class Making:
         free = shutil.disk_usage(there).free
         if free < needed:
             raise UserError(
-                f"{self.folder}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for features of "
+                f"{self.folder}: {bytes_text(free)} free, {bytes_text(needed)} needed for features of "
                 f"{self.manifest.contents.tokens} tokens; free some, or set features.folder to another disk"
             )
 

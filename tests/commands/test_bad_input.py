@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,18 @@ from typing import Any
 import pytest
 import torch
 from bench import Bench, Ran
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
 from torch._inductor import config as inductor
 
+from eagle3_lab.commands.callbacks import Interrupts
 from eagle3_lab.commands.files import require_place
 from eagle3_lab.draft.loss import UnrolledLoss
+from eagle3_lab.training import Training
 
 
 def refused(bench: Bench, *words: str, verb: str = "fit") -> str:
@@ -302,7 +307,7 @@ def test_a_disk_too_small_for_checkpoints_is_told_before_training(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
     line = refused(bench)
-    assert "0.00 GB free" in line
+    assert "B free" in line
     assert "needed for checkpoints; free some, or set tracking.folder to another disk" in line
 
 
@@ -314,6 +319,60 @@ def test_a_training_that_comes_to_nothing_is_ended_and_leaves_no_head(
         line = refused(bench)
     assert re.match(r"training: the loss is nan at step \d; lower optimizer.lr", line)
     assert not (bench.work() / "draft.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("every", "line"),
+    [
+        ("1", r"training: the loss is nan at step 4; lower optimizer\.lr, or set trainer\.gradient_clip_val$"),
+        (
+            "100",
+            r"training: \w+\.\S+ is not finite after step 4, and \S*last\.ckpt is not written; lower optimizer\.lr",
+        ),
+    ],
+    ids=["seen in the loss", "seen in a weight"],
+)
+def test_a_training_that_diverges_leaves_the_checkpoint_before_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, every: str, line: str
+) -> None:
+    losses, steps = UnrolledLoss._row_losses, list[int]()
+    words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9", "--trainer.log_every_n_steps", every)
+
+    def diverging(self: UnrolledLoss, *given: Any) -> torch.Tensor:
+        return losses(self, *given) * (float("nan") if steps else 1.0)
+
+    class Fourth(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            steps[:] = [1] if trainer.global_step >= 3 else []
+
+        on_validation_start = on_validation_end = lambda self, *_: steps.clear()
+
+    make = Training.make
+    with monkeypatch.context() as patch:
+        patch.setattr(UnrolledLoss, "_row_losses", diverging)
+        patch.setattr(Training, "make", lambda self, log, calls, *rest: make(self, log, [*calls, Fourth()], *rest))
+        for _ in range(2):
+            assert re.match(line, refused(bench, *words))
+            assert torch.load(bench.work() / "last.ckpt", weights_only=True)["global_step"] == 3
+    assert bench.run("fit", *words).code == 0, "what it goes on from is finite"
+
+
+def test_a_checkpoint_to_go_on_from_that_is_not_finite_is_named_with_the_way_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions wrote them."""
+    words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9")
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupts, "on_train_batch_end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert bench.run("fit", *words).code == 130
+    last = bench.work() / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    content["optimizer_states"][0]["state"][0]["exp_avg"][0] = float("inf")
+    torch.save(content, last)
+    line = refused(bench, *words)
+    assert line.startswith(
+        f"{last}: optimizer_states.0.state.0.exp_avg is not finite; remove it, and lower optimizer.lr"
+    )
 
 
 def test_a_disk_that_fills_up_costs_one_line_and_no_step_that_was_saved(
@@ -346,7 +405,8 @@ def test_a_store_that_fills_up_costs_one_line_and_no_step_that_was_saved(
 
     def log_batch(client: MlflowClient, run_id: str, metrics: Sequence[Metric] = (), **more: Any) -> None:
         if any(metric.key == "train/loss" and metric.step == 4 for metric in metrics):
-            raise MlflowException("(sqlite3.OperationalError) database or disk is full\n(Background: a page)")
+            full = sqlite3.OperationalError("database or disk is full")
+            raise MlflowException("(sqlite3.OperationalError) database or disk is full\n(Background: a page)") from full
         written(client, run_id, metrics, **more)
 
     words = ("--evaluate", "null", "--trainer.save_every_minutes", "1.0e-9")
@@ -354,8 +414,8 @@ def test_a_store_that_fills_up_costs_one_line_and_no_step_that_was_saved(
         patch.setattr(MlflowClient, "log_batch", log_batch)
         line = refused(bench, *words)
     assert line.startswith(f"{bench.folder}: run ")
-    assert line.endswith("((sqlite3.OperationalError) database or disk is full); make room and run again")
-    assert torch.load(bench.work() / "last.ckpt", weights_only=True)["global_step"] == 5
+    assert line.endswith("(database or disk is full); make room and run again")
+    assert torch.load(bench.work() / "last.ckpt", weights_only=True)["global_step"] == 4, "a step is logged, then saved"
     assert bench.run("fit", *words).code == 0
 
 
