@@ -153,7 +153,7 @@ class Experiment:
         return ("training", "validation") if watched else ("training",)
 
     def _tree(self) -> dict[str, Any]:
-        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": self._plain()}
+        return {"class_path": f"{Experiment.__module__}.{Experiment.__qualname__}", "init_args": self._plain()}
 
     def _plain(self) -> dict[str, Any]:
         if self.config is None:

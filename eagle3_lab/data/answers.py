@@ -66,7 +66,7 @@ class Answers:
         """Identity of the answers: the same key, the same file."""
         spec = target.spec
         parts = [spec.weights_hash, spec.tokenizer_hash, chat.template_hash, str(target.dtype), str(ARITHMETIC)]
-        parts += [spec.settings_hash] if spec.settings_hash else []
+        parts += [spec.settings_hash, str(spec.end_tokens)] if spec.settings_hash else []
         options = chosen("Answers", vars(self), "answers") | {"prompts": file_hash(self.prompts)}
         parts.append(json.dumps(options, sort_keys=True))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

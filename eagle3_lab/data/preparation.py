@@ -131,7 +131,9 @@ class Preparation:
     def identity(self, target: HFTarget, chat: Chat) -> dict[str, Any]:
         """What decides the file, as JSON. Raises UserError for a source that is not there."""
         spec = target.spec
-        settings = {"settings_hash": spec.settings_hash} if spec.settings_hash else {}
+        settings: dict[str, Any] = {}
+        if spec.settings_hash:
+            settings = {"settings_hash": spec.settings_hash, "end_tokens": list(spec.end_tokens)}
         return {
             "version": VERSION,
             "arithmetic": ARITHMETIC,

@@ -74,7 +74,7 @@ class FusedFeature(FeatureSource):
         return self.fc(torch.cat(states, dim=-1))
 
     def options(self) -> dict[str, object]:
-        found = {"layers": list(self._read), "width": self.fc.out_features, "normed": self.normed}
+        found: dict[str, object] = {"layers": list(self._read), "width": self.fc.out_features, "normed": self.normed}
         return found | ({"rms_eps": self._eps} if self.normed else {})
 
 

@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from eagle3_lab import ranks
 from eagle3_lab.captured import CudaRecord

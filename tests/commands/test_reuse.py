@@ -72,7 +72,7 @@ def test_an_interrupted_training_goes_on_though_its_memory_is_bounded_otherwise(
 
     monkeypatch.setattr(DraftModule, "training_step", interrupted)
     with pytest.raises(RuntimeError, match="power cut"):
-        bench.run("fit", *words)
+        bench.run("fit", *words, "--trainer.save_every_minutes", "0.00001")
     monkeypatch.setattr(DraftModule, "training_step", step)
     again = bench.run("fit", *words, "--model.budget_mib", "32", "--trainer.save_every_minutes", "3")
     assert again.code == 0 and "training: goes on from" in again.err

@@ -19,7 +19,7 @@ from eagle3_lab.data.conversations import Report
 from eagle3_lab.data.dialogue import WAVES, ByTarget, Dialogue, Room, Said, _batches
 from eagle3_lab.data.journal import journal
 from eagle3_lab.data.preparation import Preparation, Sampling
-from eagle3_lab.data.prepared import manifest_of
+from eagle3_lab.data.prepared import licences_of, manifest_of, read_manifest
 from eagle3_lab.data.prompt_files import PromptFiles
 from eagle3_lab.data.prompts import Desk, Talk
 from eagle3_lab.data.self_written import SelfWritten, user_opening
@@ -68,6 +68,26 @@ def choice(path: str, **more: Any) -> Preparation:
 
 def never(dtype: torch.dtype) -> HFTarget:
     raise AssertionError(f"loaded in {dtype}")
+
+
+# ------------------------------------------------------------------------------------------------------ stated terms
+
+
+def test_other_terms_of_a_source_renew_the_manifest_and_answer_nothing_anew(
+    brief: HFTarget, chat: Chat, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(licence: str) -> Path:
+        source = PromptFiles(asked, licence=licence)
+        sampling = Sampling(temperature=1.0, max_new_tokens=6)
+        return Preparation(source, sampling=sampling, held_out=2, rows=3).make(brief, chat, tmp_path, never)
+
+    place = made("CC0")
+    before, manifest = place.read_bytes(), read_manifest(place)
+    monkeypatch.setattr(ByTarget, "_said", None)
+    assert made("CC BY 4.0") == place
+    assert place.read_bytes() == before
+    assert read_manifest(place) == manifest | {"licences": {"asked": "CC BY 4.0"}}
+    assert licences_of(place) == {"asked": "CC BY 4.0"}
 
 
 # ---------------------------------------------------------------------------------------------------------- resuming
