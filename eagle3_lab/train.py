@@ -5,7 +5,6 @@ The frozen target is held outside the module, so no checkpoint, optimizer or str
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle3_lab import seeds
 from eagle3_lab.checkpoint import KEY, label
 from eagle3_lab.data.packing import RowLoader
 from eagle3_lab.draft.loss import LossOut, UnrolledLoss
@@ -294,10 +294,9 @@ class DraftModule(lightning.LightningModule):
         checkpoint[KEY] = label(self._target[0], self.source, self.draft)
 
     def _generator(self, index: int) -> torch.Generator:
-        """Of this step, batch and rank alone. Hashed, so that neighbouring seeds share nothing."""
-        text = f"{self.seed} {self.trainer.global_step} {index} {self.global_rank}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-        return torch.Generator(self.device).manual_seed(seed)
+        """Return the generator of this step's, batch's and rank's noise."""
+        seed = seeds.noise_seed(self.seed, self.trainer.global_step, index, self.global_rank)
+        return seeds.generator(seed, self.device)
 
     def _loader(self) -> RowLoader:
         """The running loader: it alone knows what other micro-batches and ranks hold."""

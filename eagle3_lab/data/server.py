@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3_lab import seeds
 from eagle3_lab.data.dialogue import Answerer, Room, Said
 from eagle3_lab.data.records import say, whole_characters
-from eagle3_lab.data.regenerate import hash_seed
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 
@@ -151,7 +151,8 @@ class ByServer(Answerer):
 
     def _request(self, model: str, prompt: Sequence[int], number: int, turn: int, room: Room) -> dict[str, Any]:
         asked: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": room.max_new_tokens}
-        asked |= {"temperature": self.temperature, "seed": hash_seed(self.seed + turn, number) & 0x7FFFFFFF, "n": 1}
+        seed = seeds.answer_seed(self.seed, turn, number) & 0x7FFFFFFF
+        asked |= {"temperature": self.temperature, "seed": seed, "n": 1}
         return asked if self.top_p is None else asked | {"top_p": self.top_p}
 
     def _said(self, reply: dict[str, Any]) -> Said:
