@@ -24,10 +24,10 @@ from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
+from eagle3_lab.options import Model
 from eagle3_lab.paths import is_file
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.train import Model
 from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
 
 STOPPED = {"end": "", "length": ", stopped by --max-new-tokens", "context": ", stopped by the end of the context"}

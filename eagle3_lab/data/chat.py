@@ -19,11 +19,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from eagle3_lab.errors import UserError
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 Message = dict[str, str]
 """One turn: its ``role`` (system, user, assistant or tool) and its ``content``."""
@@ -63,7 +64,7 @@ class Chat:
         template_hash: identity of the template's text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         """Raises UserError, which names the template's fault, if answers cannot be told from the rest."""
         self._tokenizer = tokenizer
         try:

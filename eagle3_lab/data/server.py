@@ -19,16 +19,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-from transformers import PreTrainedTokenizerBase
 
 from eagle3_lab import seeds
 from eagle3_lab.data.dialogue import Answerer, Room, Said
 from eagle3_lab.data.records import say, whole_characters
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 LONGEST_S = 86_400
 WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before the first retry, doubled each time, and the longest
@@ -88,7 +89,7 @@ class ByServer(Answerer):
     def __init__(
         self,
         server: Server,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         temperature: float,
         top_p: float | None = None,
         seed: int = 0,

@@ -12,13 +12,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Record
@@ -40,6 +38,9 @@ from eagle3_lab.types import (
     Tree,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 SUMMARY_BYTES = 256 * 2**20
 """Bound on the float32 logits alive at once while they are summarised."""
@@ -63,8 +64,8 @@ class HFTarget(FrozenTarget):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase | None,
         spec: TargetSpec,
         record: Record | None = None,
     ) -> None:
@@ -85,7 +86,7 @@ class HFTarget(FrozenTarget):
         self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer; a target made of tensors alone has none to ask for."""
         assert self._tokenizer is not None, "this target was made without a tokenizer"
         return self._tokenizer
@@ -216,7 +217,7 @@ class HFTarget(FrozenTarget):
         ids: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
         mask: Mask,
-        cache: Cache | None,
+        cache: transformers.Cache | None,
         needs: Needs,
         logit_rows: Int[Tensor, "B L"] | None = None,
     ) -> TargetOut:
@@ -309,7 +310,9 @@ class _Memory:
     """What a session works in: a cache as transformers sees it, and the graphs that were recorded with it."""
 
     def __init__(self, cache: KVCache, graphs: Captured | None = None) -> None:
-        self.slots, self.graphs = _SlotCache(cache), graphs
+        from eagle3_lab.target.slot_cache import SlotCache
+
+        self.slots, self.graphs = SlotCache(cache), graphs
 
     def forward(
         self,
@@ -326,50 +329,10 @@ class _Memory:
         return target._forward(ids, position, mask, self.slots, needs, logit_rows)
 
 
-class _SlotLayer(CacheLayerMixin):
-    """transformers' view of one layer of a :class:`KVCache`."""
-
-    is_sliding, is_compileable, is_croppable = False, True, False
-
-    def __init__(self, owner: _SlotCache, layer: int) -> None:
-        super().__init__()
-        self._owner, self._layer = owner, layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write at the owner's slots, read to its view. What else transformers passes differs between versions."""
-        owner = self._owner
-        owner.cache.write(self._layer, key_states, value_states, owner.slots)
-        return owner.cache.read(self._layer, owner.view)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.view, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self._owner.cache.capacity
-
-    get_max_cache_shape = get_max_length
-
-
-class _SlotCache(Cache):
-    """A :class:`KVCache` in the shape transformers' models ask for; ``slots`` and ``view`` are set before a forward."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.view = cache.capacity
-        self.slots = cache.slots(1)
-        super().__init__(layers=[_SlotLayer(self, i) for i in range(len(cache._keys))])
-
-
-def refusals(model: PreTrainedModel) -> list[str]:
+def refusals(model: transformers.PreTrainedModel) -> list[str]:
     """Why a model cannot be decoded by trees with our mask and cache; empty where nothing speaks against it."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     config = model.config.get_text_config(decoder=True)
     said = config.to_dict()
     parameters = inspect.signature(model.forward).parameters
@@ -398,7 +361,7 @@ def _rope_types(said: dict[str, Any]) -> set[str | None]:
     return {one.get("rope_type") for one in (each or [said])}
 
 
-def _blocks(model: PreTrainedModel) -> nn.ModuleList:
+def _blocks(model: transformers.PreTrainedModel) -> nn.ModuleList:
     """The one list of decoder blocks."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -412,7 +375,7 @@ _FREQUENCIES = {"inv_freq": "attention_scaling", f"{FULL}_inv_freq": f"{FULL}_at
 layers' are what a draft turns by."""
 
 
-def _rotary_module(model: PreTrainedModel) -> nn.Module:
+def _rotary_module(model: transformers.PreTrainedModel) -> nn.Module:
     """The one rotary module; drafts take their frequencies from it."""
     found = [m for m in model.base_model.modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
     if len(found) != 1:
