@@ -1,8 +1,8 @@
 """`python -m eagle3_lab VERB EXPERIMENT.yaml [--key value ...]`: a command line becomes a call of one typed function.
 
 A verb is a function `verb(experiment: Experiment, *, option: type = default, ...)`. The first word chooses it, the
-YAML and the dotted overrides build its experiment, and options of its own name go to it. Nothing heavy is imported
-until a file has been read; this module is the only one that parses a command line.
+YAML and the dotted overrides build its experiment, and options of its own name go to it. A mistake is found before what
+the verb works with is imported; this module is the only one that parses a command line.
 
 To add a verb, write the function and add a line to `VERBS`.
 """
@@ -40,7 +40,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
 }
-"""Verb -> (module, function, one line of help). The module is imported when the verb is used."""
+"""Verb -> (module, function, one line of help). The module is imported when the verb begins its work; the function's
+signature is read before (`signature_of`)."""
 
 USAGE = "python -m eagle3_lab {verb} EXPERIMENT.yaml [--key value ...] [--print_config] [--help]"
 BOOLS = ("true", "false", "yes", "no", "on", "off", "null")
@@ -152,9 +153,9 @@ def _run(arguments: list[str]) -> None:
     if line.experiment is None:
         raise UserError(f"{name}: no experiment given; write: {USAGE.format(verb=name)}")
     path = config.find_experiment(Path(line.experiment))
-    config.read(path)  # a mistake in a file is told before the verb's module loads torch, which takes seconds
+    config.read(path)  # a mistake in a file is told before torch is imported, which takes seconds
 
-    verb = _load(name)
+    verb = config.signature_of(*VERBS[name][:2])
     into = typing.get_type_hints(verb)["experiment"]
     show, options, overrides = _sort(line, verb)
     checked = config.check(config.compose(path, overrides), into, also=list(_option_names(verb)))
@@ -162,7 +163,8 @@ def _run(arguments: list[str]) -> None:
         print(checked.yaml, end="")
         return
     given = config.check_options(verb, options)
-    verb(config.build(checked), **given)
+    experiment = config.build(checked)
+    _load(name)(experiment, **given)
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -206,9 +208,10 @@ def _sort(line: Line, verb: Callable[..., Any]) -> tuple[bool, dict[str, str | N
 
 
 def _print_verb_help(name: str, key: str, value: str | None) -> None:
+    from eagle3_lab.config import signature_of
     from eagle3_lab.config.helping import class_help, verb_help
 
-    verb = _load(name)
+    verb = signature_of(*VERBS[name][:2])
     into = typing.get_type_hints(verb)["experiment"]
     if key == "help":
         print(verb_help(verb, into, usage=USAGE.format(verb=name)), end="")

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle3_lab import seeds
 from eagle3_lab.decode.clock import Stopwatch
 from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.propose.eagle import Eagle
@@ -147,7 +148,7 @@ def answer(
         max_new_tokens=tokens,
         end_tokens=end_tokens,
         context_limit=target.spec.max_positions,
-        generators=[torch.Generator().manual_seed(seed)],
+        generators=[seeds.generator(seed)],
         clock=clock,
     )
     return made

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from eagle3_lab import seeds
 from eagle3_lab.captured import settled
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.tasks import Prompt, Task
@@ -47,7 +48,8 @@ class Evaluation:
         laws: name -> penalties, temperature and filters, the same for every method; each is measured on every task;
             null is greedy alone, as ``T0``.
         other_dtype: also run vanilla in this dtype, for the fastest baseline; null: not.
-        seed: of the draws at temperature > 0.
+        seed: of the draws at temperature > 0: each law, task, prompt and turn has a stream of its own, which all
+            methods share.
     """
 
     tasks: list[Task]
@@ -60,8 +62,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"evaluate.max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.seed < 2**62:  # prompts are numbered from it
-            raise ValueError(f"evaluate.seed must be within 0 .. 2**62 - 1, got {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"evaluate.seed must be within 0 .. 2**63 - 1, got {self.seed}")
         if self.other_dtype is not None:
             require_dtype("evaluate.other_dtype", self.other_dtype)
         self._require_parts()
@@ -138,11 +140,10 @@ def measure(
             player.warm_up(*next(iter(asked.items())))
     laws = list(evaluation.by_law)
     for i, (place, prompt) in enumerate(asked.items()):
-        number = i // len(laws)  # of the prompt over all tasks: its draws have one seed under every law
         answers = known.get(place)
         if answers is None:
-            first = (number + laws.index(place.law)) % len(players)
-            answers = _answer(players[first:] + players[:first], place, prompt, evaluation.seed + number, on_turn)
+            first = (i // len(laws) + laws.index(place.law)) % len(players)
+            answers = _answer(players[first:] + players[:first], place, prompt, on_turn)
             if journal is not None:
                 journal.add(place, answers)
         for name, made in turns.items():
@@ -150,13 +151,11 @@ def measure(
     return turns
 
 
-def _answer(
-    players: Sequence[_Player], place: Place, prompt: Prompt, seed: int, on_turn: Callable[[Turn], None]
-) -> Answers:
+def _answer(players: Sequence[_Player], place: Place, prompt: Prompt, on_turn: Callable[[Turn], None]) -> Answers:
     answers: Answers = {}
     for player in players:
         answers[player.name] = []
-        for turn in player.answer(place, prompt, seed):
+        for turn in player.answer(place, prompt):
             answers[player.name].append(turn)
             on_turn(turn)
     return answers
@@ -227,12 +226,13 @@ class _Player:
         for law in self._evaluation.by_law.values():
             self._decode(law, self.ids(place, prompt), WARM_UP_TOKENS, seed=0)
 
-    def answer(self, place: Place, prompt: Prompt, seed: int) -> Iterator[Turn]:
+    def answer(self, place: Place, prompt: Prompt) -> Iterator[Turn]:
         """All turns of one prompt; the method's own earlier answers are its context."""
         law = self._evaluation.by_law[place.law]
         said: list[str] = []
         for number in range(len(prompt.turns)):
             ids = self.ids(place, prompt, said)
+            seed = seeds.evaluation_seed(self._evaluation.seed, *place, number)
             decoded, seconds = settled(partial(self._decode, law, ids, self._evaluation.max_new_tokens, seed))
             yield Turn(place, number, decoded, seconds)
             said.append(self._text(decoded))
@@ -255,7 +255,7 @@ class _Player:
             max_new_tokens=limit,
             end_tokens=spec.end_tokens,
             context_limit=spec.max_positions,
-            generators=[torch.Generator().manual_seed(seed)],
+            generators=[seeds.generator(seed)],
             clock=watch,
         )
         return decoded, _now(device) - began

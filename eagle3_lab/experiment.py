@@ -36,10 +36,10 @@ from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation import Evaluation
 from eagle3_lab.key_options import OPTIONS
 from eagle3_lab.keys import Content, digest, reduced
+from eagle3_lab.options import Model, Optimization
 from eagle3_lab.parameters import flatten
 from eagle3_lab.target.load import TargetChoice, model_hash
 from eagle3_lab.tracking import Tracking
-from eagle3_lab.train import Model, Optimization
 from eagle3_lab.training import Training
 
 LONGEST_NAME = 120
@@ -62,11 +62,11 @@ class Experiment:
         data: the conversations to train on.
         model: the draft's parts.
         optimizer: AdamW and its schedule.
-        trainer: Lightning's options.
         answers: prompts that the target answers before training, beside ``data``.
         features: keep the target's features on disk and train from there; null: the target runs along.
         prepare: prompts that the target answers first, into the conversations that ``data.path: prepared`` reads.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
+        trainer: Lightning's options.
         judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
             was trained for: readings of two experiments compare where this is the same.
         budgets: seconds each stage is meant to take (target, answers, features, training, evaluation); shown, never
@@ -81,11 +81,11 @@ class Experiment:
     data: ConversationData | None = None
     model: Model | None = None
     optimizer: Optimization | None = None
-    trainer: Training | None = None
     answers: Answers | None = None
     features: Features | None = None
     prepare: Preparation | None = None
     evaluate: Evaluation | None = None
+    trainer: Training | None = None  # behind the others: its schema takes seconds to import
     judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)
     tracking: Tracking = field(default_factory=Tracking)

@@ -41,7 +41,9 @@ from eagle3_lab.run_store import (
     ui_command,
 )
 
-if TYPE_CHECKING:  # imported where they are used: configuration errors and --help need neither
+if not TYPE_CHECKING:
+    pass  # jsonargparse executes an `if TYPE_CHECKING` block to read the signatures of a module
+else:  # imported where they are used: configuration errors and --help need neither
     import matplotlib.figure
     import mlflow.tracking
 

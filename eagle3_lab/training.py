@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import lightning
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.io import CheckpointIO
 
-from eagle3_lab import sharded
 from eagle3_lab.errors import UserError
 from eagle3_lab.onednn import float32_products
+
+if TYPE_CHECKING:  # takes seconds; jsonargparse imports it for the schema, where a YAML has a `trainer:`
+    import lightning.pytorch
+    import lightning.pytorch.plugins.io
+
+    import eagle3_lab.sharded  # noqa: F401  `Sharded` is a legal name of a strategy
 
 Products = Literal["auto", "bfloat16", "float32"]
 
@@ -83,7 +83,7 @@ class Training:
         log_every_n_steps: int | None = None,
         enable_progress_bar: bool = False,
         enable_model_summary: bool = False,
-        callbacks: list[Callback] | None = None,
+        callbacks: list[lightning.pytorch.Callback] | None = None,
         **kwargs: Any,  # noqa: ANN401 - of Trainer's options, each of its own type
     ) -> None:
         if precision is not None and products != "auto":
@@ -112,9 +112,19 @@ class Training:
         self.options = kwargs  # jsonargparse reads the names and types of kwargs off the call below
 
     def make(
-        self, logger: Logger, callbacks: Sequence[Callback], checkpoints: CheckpointIO, precision: str, folder: Path
-    ) -> lightning.Trainer:
+        self,
+        logger: lightning.pytorch.loggers.Logger,
+        callbacks: Sequence[lightning.pytorch.Callback],
+        checkpoints: lightning.pytorch.plugins.io.CheckpointIO,
+        precision: str,
+        folder: Path,
+    ) -> lightning.pytorch.Trainer:
         """Lightning's trainer for one run. Raises UserError for options that Lightning refuses."""
+        import lightning
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+        from eagle3_lab import sharded
+
         try:
             trainer = lightning.Trainer(
                 logger=logger,
@@ -207,7 +217,7 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
             raise ValueError(f"trainer.{key} must be a number from 1 or a share in (0.0, 1.0], got {value}")
 
 
-def _check_whole(options: Mapping[str, Any], callbacks: Sequence[Callback]) -> None:
+def _check_whole(options: Mapping[str, Any], callbacks: Sequence[lightning.pytorch.Callback]) -> None:
     """Refuse what ends a training before its last step: its head would pass for the whole training's. Raises
     ValueError."""
     if options.get("fast_dev_run"):
@@ -215,7 +225,11 @@ def _check_whole(options: Mapping[str, Any], callbacks: Sequence[Callback]) -> N
             f"trainer.fast_dev_run is {options['fast_dev_run']}, which saves no head: leave it out, and set "
             "trainer.max_steps to 1"
         )
-    timed = [callback for callback in callbacks if isinstance(callback, Timer)]
+    timed = []
+    if callbacks:
+        from lightning.pytorch.callbacks import Timer
+
+        timed = [callback for callback in callbacks if isinstance(callback, Timer)]
     if options.get("max_time") is not None or timed:
         said = "trainer.callbacks holds a Timer" if timed else f"trainer.max_time is {options['max_time']}"
         raise ValueError(

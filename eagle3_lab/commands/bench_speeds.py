@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from eagle3_lab import seeds
 from eagle3_lab.captured import settled
 from eagle3_lab.commands.bench_rivals import WARM_UP, fastest, offered, timed_answer
 from eagle3_lab.costs import LOSSLESS, Curves, Cycle, Laps, Meter, Sized, answer, answer_seconds, between, timed
@@ -65,8 +66,9 @@ def speeds(
                 if isinstance(one, Rival):
                     theirs[one.name].append(timed_answer(target, one, ids, limit))
                 else:
-                    drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit)
-                    answered, extents = settled(partial(_answer, target, one, law, ids, limit, evaluation.seed + i))
+                    known, drawn = (seeds.bench_seed(evaluation.seed, part, i) for part in ("calibration", "measured"))
+                    drafting[one.name] += _rounds(target, one, law, calibration[i % len(calibration)], limit, known)
+                    answered, extents = settled(partial(_answer, target, one, law, ids, limit, drawn))
                     answers[one.name].append(answered)
                     sizes[one.name] += extents
                 s.advance()
@@ -86,11 +88,13 @@ def speeds(
     )
 
 
-def _rounds(target: HFTarget, one: Contestant, law: Law, ids: Sequence[int], limit: int) -> list[tuple[int, float]]:
+def _rounds(
+    target: HFTarget, one: Contestant, law: Law, ids: Sequence[int], limit: int, seed: int
+) -> list[tuple[int, float]]:
     """A method's own rounds on a calibration prompt: places scored, and seconds of drafting, which alone go into a
     prediction."""
     clock, sized = Laps(target.device), Sized(one.proposer)
-    answer(target, sized, law, ids, limit, clock, end_tokens=target.spec.end_tokens, verifier=one.verifier)
+    answer(target, sized, law, ids, limit, clock, seed, target.spec.end_tokens, one.verifier)
     drafted = [round.get("draft", 0.0) for round in clock.rounds]
     return list(zip(sized.extents, drafted, strict=False))[1:]  # plain rounds, if any, come last
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3_lab import seeds
 from eagle3_lab.commands.heads import Heads
 from eagle3_lab.commands.measuring import Measured
 from eagle3_lab.data.module import ConversationData
@@ -81,7 +82,7 @@ def one_pass(hits: HitReading, seed: int) -> OnePass:
     rounds = [len(made) for made in hits.answers]
     return OnePass(
         tau_expected=hits.readings["tau_expected"],
-        tau_walked=ratio_interval(emitted, rounds, torch.Generator().manual_seed(seed)),
+        tau_walked=ratio_interval(emitted, rounds, seeds.generator(seeds.bootstrap_seed(seed, "hits"))),
         n_alpha_all=tuple(hits.readings[f"step_{n}/n_alpha_all"] for n in range(depth)),
         n_alpha_walked=hits.visited.n_alpha,
     )

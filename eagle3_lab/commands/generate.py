@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from eagle3_lab import checkpoint
+from eagle3_lab import checkpoint, seeds
 from eagle3_lab.commands import inputs
 from eagle3_lab.commands.heads import gather
 from eagle3_lab.commands.stream import Ink, TextStream
@@ -24,10 +24,10 @@ from eagle3_lab.evaluation import VANILLA
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
 from eagle3_lab.metrics import pooled_tau
+from eagle3_lab.options import Model
 from eagle3_lab.paths import is_file
 from eagle3_lab.progress import duration, rate
 from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.train import Model
 from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
 
 STOPPED = {"end": "", "length": ", stopped by --max-new-tokens", "context": ", stopped by the end of the context"}
@@ -124,7 +124,7 @@ class Speaker:
         self._name, self._limit = name, max_new_tokens
         self._chat = Chat(target.tokenizer)
         self._said: list[Message] = []
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._turn = seed, -1
 
     def answer(self, text: str) -> Decoded:
         """Answer one user turn, aloud.
@@ -132,6 +132,7 @@ class Speaker:
         Raises:
             UserError: the conversation no longer fits the target's context.
         """
+        self._turn += 1
         self._said.append({"role": "user", "content": text})
         ids, context = self._chat.prompt_ids(self._said), self._target.spec.max_positions
         if len(ids) >= context:
@@ -173,7 +174,7 @@ class Speaker:
             max_new_tokens=self._limit,
             end_tokens=target.spec.end_tokens,
             context_limit=target.spec.max_positions,
-            generators=[self._generator],
+            generators=[seeds.generator(seeds.chat_seed(self._seed, self._turn))],
             on_tokens=on_tokens,
         )
         return decoded

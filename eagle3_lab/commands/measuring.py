@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from eagle3_lab import checkpoint
+from eagle3_lab import checkpoint, seeds
 from eagle3_lab.commands.heads import Heads
 from eagle3_lab.commands.work import identity
 from eagle3_lab.data.tasks import Prompt
@@ -122,7 +122,8 @@ def decode_methods(
         turns = measure(
             contestants, evaluation, held_out, lambda turn: s.advance(1, tokens=len(turn.decoded.tokens)), journal
         )
-    rows, overall = _results(contestants, len(plain), turns, torch.Generator().manual_seed(experiment.seed))
+    draw = seeds.generator(seeds.bootstrap_seed(experiment.seed, "evaluation"))
+    rows, overall = _results(contestants, len(plain), turns, draw)
     return Measured(tuple(rows), tuple(overall), tuple(notes))
 
 

@@ -32,7 +32,7 @@ from eagle3_lab.progress import stage
 from eagle3_lab.target.adapter import HFTarget
 from eagle3_lab.target.embedded import cache_folder
 from eagle3_lab.tracking import Run
-from eagle3_lab.train import DraftModule
+from eagle3_lab.train import DraftModule, Loaders
 from eagle3_lab.training import Training, quiet_lightning
 
 # ------------------------------------------------------------------------------------------------------- features
@@ -203,7 +203,7 @@ def train_head(
         check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:
             with interrupts.caught(), reading(module, data, kept):
-                trainer.fit(module, datamodule=data, ckpt_path=going_on, weights_only=True)
+                trainer.fit(module, datamodule=Loaders(data), ckpt_path=going_on, weights_only=True)
                 validations.finish(trainer, module, data)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
@@ -211,7 +211,6 @@ def train_head(
             raise UserError("training: ended before its first step, so there is no head; see trainer.callbacks")
         trainer.save_checkpoint(work.draft, weights_only=True)
     ranks.part()
-    data.trainer = None  # whoever reads the data from here on reads all of it
 
 
 def check_processes(processes: int, options: Training, data: ConversationData) -> None:

@@ -28,6 +28,7 @@ from eagle3_lab.config.checking import Config, check, check_options
 from eagle3_lab.config.composing import Composed, compose, parse_overrides
 from eagle3_lab.config.editing import overlay
 from eagle3_lab.config.reading import Document, find_experiment, read, shipped_experiments
+from eagle3_lab.config.signature import signature_of
 from eagle3_lab.config.writing import plain, to_yaml
 from eagle3_lab.errors import ConfigError
 
@@ -48,5 +49,6 @@ __all__ = [
     "read",
     "seed_everything",
     "shipped_experiments",
+    "signature_of",
     "to_yaml",
 ]

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eagle3_lab.config.reading import Document, Node, first_line, include, join, plain_key, show
 from eagle3_lab.errors import ConfigError, near
 
-LONG_FORM = frozenset({"class_path", "init_args", "dict_kwargs"})
+LONG_FORM = frozenset({"class_path", "init_args"})
 COMMAND_LINE = "command line"
 
 Holder: TypeAlias = Any

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 
 from eagle3_lab.config import schema
 from eagle3_lab.config.checking import not_in_yaml
+from eagle3_lab.config.importing import NoPartError
 from eagle3_lab.config.wording import words
 from eagle3_lab.errors import ConfigError, near
 
@@ -44,10 +45,8 @@ def class_help(into: type, *, key: str, name: str | None) -> str:
         name = next((cls.__name__ for cls in found), "")
     try:
         cls = schema.find_class(name, bases)
-    except schema.NoPartError as error:
+    except NoPartError as error:
         raise ConfigError(f"--{key}.help: {error}") from None
-    if cls is None:
-        raise ConfigError(f"--{key}.help: {name!r} is no class")
     schema.settings()
     parser = ArgumentParser(usage=f"{key}: {{class_path: {cls.__name__}, init_args: {{...}}}}", add_help=False)
     parser.add_class_arguments(cls)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import collections.abc
 import copy
 import functools
-import importlib
 import inspect
-import traceback
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator
@@ -23,14 +21,11 @@ from jsonargparse import ArgumentParser, Namespace, Unset, set_parsing_settings
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse.typing import register_type
 
+from eagle3_lab.config.importing import NoPartError, allow, import_path
 from eagle3_lab.errors import near
 
 Kind: TypeAlias = Any
 """A type as an annotation has it: a class, a union, a generic alias. There is no type for that."""
-
-
-class NoPartError(LookupError):
-    """A name in YAML is no class that may stand there. Its text is the end of a message, with the nearest name."""
 
 
 @functools.cache
@@ -39,7 +34,7 @@ def settings() -> None:
 
     Without `unset_sentinel` null passes for any type; without `is_pure_dataclass` a null for a dataclass slot passes
     and a dataclass cannot be subclassed (and one marked @final cannot be a default); without the third a mapping for
-    `Any` that looks like a part is built.
+    `Any` that looks like a part is built; without the fourth any text might be imported (see `importing`).
     """
     import torch  # here, so that mistakes in files are told before torch is loaded
 
@@ -47,6 +42,8 @@ def settings() -> None:
         unset_sentinel=True,
         subclasses_enabled=["is_pure_dataclass", "is_final_class"],
         instantiate_subclass_spec_in_any=False,
+        import_path_denylist=["*"],
+        import_path_allowlist=["eagle3_lab", "torch"],
     )
     register_type(torch.dtype, str, _dtype, deserializer_exceptions=(TypeError,))
     register_type(torch.device, str, torch.device, deserializer_exceptions=(RuntimeError,))
@@ -91,11 +88,26 @@ def parser_for(signature: type | Callable[..., Any], skip: frozenset[str] = froz
 @functools.cache
 def slots(signature: type | Callable[..., Any], skip: frozenset[str] = frozenset()) -> dict[str, Slot]:
     """Return the parameters of a class or function by name. Raises: as `parser_for`."""
-    return {
+    found = {
         action.dest: Slot(action._typehint, as_tree(action.default), bool(action.required))
         for action in parser_for(signature, skip)._actions
         if isinstance(action, ActionTypeHint)
     }
+    for slot in found.values():
+        allow(*_class_paths(slot.default))
+    return found
+
+
+def _class_paths(default: Any) -> Iterator[str]:  # noqa: ANN401 - of whatever type
+    """The class paths in a default, which come from code."""
+    if isinstance(default, dict):
+        if "class_path" in default:
+            yield default["class_path"]
+        for value in default.values():
+            yield from _class_paths(value)
+    elif isinstance(default, list | tuple):
+        for value in default:
+            yield from _class_paths(value)
 
 
 def own_defaults(signature: type, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -167,8 +179,8 @@ def _family(base: type) -> Iterator[type]:
         yield from _family(cls)
 
 
-def find_class(name: object, bases: tuple[type, ...]) -> type | None:
-    """Return the class that a name in YAML means; None for an importable that is no class, left to jsonargparse.
+def find_class(name: object, bases: tuple[type, ...]) -> type:
+    """Return the class that a name in YAML means: a short name among `choices`, or a dotted path.
 
     Raises: `NoPartError`.
     """
@@ -183,50 +195,31 @@ def find_class(name: object, bases: tuple[type, ...]) -> type | None:
             raise NoPartError(f"{name!r} is the name of {len(found)} classes; write one of {paths}")
         if not found:
             raise NoPartError(f"{name!r} is no {what}{near(name, [cls.__name__ for cls in legal])}")
-        return found[0]
-    cls = _import(name)
+        cls = found[0]
+    else:
+        known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in legal}
+        cls = known[name] if name in known else import_path(name, bases)
+    names = [cls.__name__ for cls in legal]
     if not isinstance(cls, type):
-        return None
+        raise NoPartError(f"{name!r} is no class but a {type(cls).__name__}{near(name, names)}")
     if not issubclass(cls, bases):
-        raise NoPartError(f"{name!r} is no {what}{near(cls.__name__, [cls.__name__ for cls in legal])}")
+        raise NoPartError(f"{name!r} is no {what}{near(cls.__name__, names)}")
     if inspect.isabstract(cls):
-        raise NoPartError(f"{name!r} is abstract{near(cls.__name__, [cls.__name__ for cls in legal])}")
+        raise NoPartError(f"{name!r} is abstract{near(cls.__name__, names)}")
+    allow(cls.__module__, *([name] if "." in name else []))
     return cls
 
 
-def _import(path: str) -> object:
-    module, _, rest = path.rpartition(".")
-    if not all(name.isidentifier() for name in path.split(".")):
-        raise NoPartError(f"{path!r} is no path of a class; write module.Class")
-    names = [rest]
-    while module:
-        try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            # the module itself (or a class taken for one): try one step up; a module that it imports: tell that
-            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-                raise NoPartError(f"{path!r} cannot be imported: {error}") from None
-            module, _, last = module.rpartition(".")
-            names.insert(0, last)
-            continue
-        except Exception as error:  # noqa: BLE001 - a user's own module, whatever is wrong in it
-            raise NoPartError(f"{path!r} cannot be imported: {_told(error, module)}") from None
-        for name in names:
-            if name not in dir(found):
-                raise NoPartError(f"{path!r}: {found.__name__} has no {name}{near(name, dir(found), otherwise='')}")
-            found = getattr(found, name)
-        return found
-    raise NoPartError(f"{path!r} cannot be imported: no module {path.partition('.')[0]}")
-
-
-def _told(error: Exception, module: str) -> str:
-    """An error of a module that was being imported, with its last line outside of libraries' import machinery."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if len(frames) > 1 else f"{module}: "
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f"{error.filename}:{error.lineno}: "
-    message = str(error).splitlines()
-    return f"{place}{type(error).__name__}{f': {message[0]}' if message else ''}"
+def imports(kind: Kind) -> bool:
+    """Whether a text or a mapping given for a type, or within it, would be imported as a function, a class or a module
+    of any kind: of functions (but for `factory_of`), of `type`, modules and protocols."""
+    if kind in (Callable, type, types.ModuleType) or get_origin(kind) is type:
+        return True
+    if get_origin(kind) is collections.abc.Callable:
+        return factory_of(kind) is None
+    if isinstance(kind, type) and vars(kind).get("_is_protocol", False):
+        return True
+    return any(imports(part) for part in get_args(kind) if part is not Ellipsis)
 
 
 def fits(value: object, kind: Kind) -> bool:

@@ -15,8 +15,10 @@ from typing import Any, get_args, get_origin
 from eagle3_lab.config import schema
 from eagle3_lab.config.composing import Composed
 from eagle3_lab.config.editing import LONG_FORM
+from eagle3_lab.config.importing import NoPartError
 from eagle3_lab.config.reading import Node, join, label, locate, plain_key, show
 from eagle3_lab.config.wording import names_of, words
+from eagle3_lab.config.writing import plain
 from eagle3_lab.errors import ConfigError, near
 
 
@@ -48,6 +50,8 @@ class Walk:
         complete = {}
         for name, slot in slots.items():
             below = default.get(name, slot.default)
+            if name in given and schema.imports(slot.type) and given[name] is not None and given[name] == plain(below):
+                continue  # a default function or class, as --print_config writes it
             if name in given:
                 complete[name] = self.value(given[name], slot.type, key=join(key, name), default=below)
             elif slot.required and name not in default:
@@ -63,9 +67,8 @@ class Walk:
                 of = default if isinstance(default, dict) else {}
                 item = get_args(mapping)[1]
                 return {k: self.value(v, item, key=join(key, k), default=of.get(k)) for k, v in node.items()}
-            part = self.part(node, kinds, bases, key=key, default=default) if bases else None
-            if part is not None:
-                return part
+            if bases:
+                return self.part(node, kinds, bases, key=key, default=default)
         if isinstance(node, list):
             items = next((get_args(k) for k in kinds if get_origin(k) in (list, tuple, set, Sequence)), ())
             each = [k for k in items if k is not Ellipsis]
@@ -75,9 +78,7 @@ class Walk:
                     for i, v in enumerate(node)
                 ]
         if isinstance(node, str) and bases and str not in kinds:
-            part = self.part({"class_path": node}, kinds, bases, key=key, default=default)
-            if part is not None:
-                return part
+            return self.part({"class_path": node}, kinds, bases, key=key, default=default)
         self._judge(node, kind, key)
         return node
 
@@ -85,6 +86,8 @@ class Walk:
         """Refuse a value that is no part and holds none."""
         if isinstance(node, float) and not math.isfinite(node):
             raise self.error(key, f"expected a finite number, got {node}")
+        if schema.imports(kind) and _names_code(node, kind):
+            raise self.error(key, f"a function or a class cannot be given in a YAML, got {show(node)}; leave {key} out")
         if self.values_too and not schema.fits(node, kind):
             close = near(node, names_of(kind), otherwise="") if isinstance(node, str) else ""
             if isinstance(node, str) and any(get_origin(k) in (list, Sequence) for k in schema.members(kind)):
@@ -99,34 +102,33 @@ class Walk:
         *,
         key: str,
         default: object,
-    ) -> dict[str, Any] | None:
-        """Check and complete a part, in long form or, where the class is clear, by its arguments alone.
-
-        None for what can be imported but is no class, such as a function that makes the part: jsonargparse decides.
-        """
+    ) -> dict[str, Any]:
+        """Check and complete a part, in long form or, where the class is clear, by its arguments alone."""
         spec = default if isinstance(default, dict) and "class_path" in default else {}
         before = schema.find_class(spec["class_path"], bases) if spec else None
         long = "class_path" in node
         cls = self._class_of(node, bases, key) if long else before or self._only_class(bases, key)
-        if cls is None or "dict_kwargs" in node:
-            return None
         given = node.get("init_args", {}) if long or node.keys() == {"init_args"} else node
         if not isinstance(given, dict):
             raise self.error(key, f"init_args: expected a mapping, got {show(given)}")
         same = cls is before
         skip = _filled(cls, kinds)
+        try:
+            schema.slots(cls, skip)
+        except TypeError as error:
+            raise self.error(key, " ".join(str(error).split())) from None
         complete = self.arguments(given, cls, key=key, default=spec.get("init_args", {}) if same else {}, skip=skip)
         if (spec and not same) or not (spec or given):  # an optional part of `{}` is none to jsonargparse
             complete = schema.own_defaults(cls, skip) | complete
         return {"class_path": node["class_path"], "init_args": complete} if long else complete
 
-    def _class_of(self, node: dict[str, Any], bases: tuple[type, ...], key: str) -> type | None:
+    def _class_of(self, node: dict[str, Any], bases: tuple[type, ...], key: str) -> type:
         for name in node:
             if name not in LONG_FORM:
                 raise self.error(join(key, name), "unknown key beside class_path; arguments stand below init_args")
         try:
             return schema.find_class(node["class_path"], bases)
-        except schema.NoPartError as error:
+        except NoPartError as error:
             raise self.error(join(key, "class_path"), str(error)) from None
 
     def _only_class(self, bases: tuple[type, ...], key: str) -> type:
@@ -135,6 +137,14 @@ class Walk:
             names = ", ".join(sorted(cls.__name__ for cls in schema.choices(bases)))
             raise self.error(key, f"no class_path given; legal: {names}")
         return concrete[0]
+
+
+def _names_code(node: Node, kind: schema.Kind) -> bool:
+    """Whether a value is or holds a text or a mapping that might name something to import. A text without a dot does
+    not where the type takes texts."""
+    if isinstance(node, list):
+        return any(_names_code(item, kind) for item in node)
+    return isinstance(node, dict) or isinstance(node, str) and ("." in node or str not in schema.members(kind))
 
 
 def _filled(cls: type, kinds: tuple[schema.Kind, ...]) -> frozenset[str]:

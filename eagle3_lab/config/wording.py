@@ -22,7 +22,7 @@ def words(kind: schema.Kind) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return f"one of {', '.join(repr(member.name) for member in kind)}"
     if origin is collections.abc.Callable:
-        return words(arguments[-1]) if schema.factory_of(kind) else "the path of a function"
+        return words(arguments[-1]) if schema.factory_of(kind) else "a function"
     if origin in (list, tuple, set, collections.abc.Sequence) and arguments:
         return f"a list of {', '.join(words(argument) for argument in arguments if argument is not Ellipsis)}"
     if origin in (dict, collections.abc.Mapping):

@@ -22,12 +22,13 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from eagle3_lab.data.turns import REASONING, WRITTEN, Message, Tools
 from eagle3_lab.errors import UserError
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 Span = tuple[int, int]
 """Where an answer stands in a rendered text: its first character, and the one behind its end-of-turn token."""
@@ -76,7 +77,7 @@ class Chat:
         template_hash: identity of the template's text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         """Raises UserError, which names the template's fault, if answers cannot be told from the rest."""
         self._tokenizer = tokenizer
         try:

@@ -236,7 +236,8 @@ class ByTarget(Answerer):
             top_p=self.top_p,
             max_new_tokens=room.max_new_tokens,
             rows=rows,
-            seed=self.seed + turn,
+            seed=self.seed,
+            turn=turn,
             numbers=numbers,
             known={i: said.tokens for i, said in known.items()},
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtyping import Int
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -34,10 +33,10 @@ PREPARED = "prepared"
 """A path that stands for what the experiment's `prepare` section makes."""
 
 
-class ConversationData(LightningDataModule):
+class ConversationData:
     """Conversations from one file: packed training rows, and greedy held-out rows for validation.
 
-    Build it once with the target's chat and sizes, then hand it to a trainer.
+    Build it once with the target's chat and sizes; `eagle3_lab.train.Loaders` hands it to a trainer.
 
     Args:
         path: a .jsonl, .jsonl.gz or .json of conversations (see `conversations`), ``package:conversations``, or
@@ -77,7 +76,6 @@ class ConversationData(LightningDataModule):
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
         if not path.strip():
             raise ValueError(f"path must name a .jsonl, .jsonl.gz or .json file, got {path!r}")
         if max_length < 2:
@@ -212,16 +210,15 @@ class ConversationData(LightningDataModule):
         """The held-out conversations' user turns, to be answered anew by a decoder."""
         return [_prompt(one) for one in {id(held.conversation): held.conversation for held in self.held_out}.values()]
 
-    def train_dataloader(self) -> RowLoader:
-        """Packed rows, in an order of their own each epoch; resumable at any batch."""
-        return self._loader(self.train, self.seed)
+    def train_dataloader(self, rank: int = 0, world: int = 1) -> RowLoader:
+        """Packed rows, in an order of their own each epoch; resumable at any batch. Part ``rank`` of ``world``."""
+        return self._loader(self.train, self.seed, rank, world)
 
-    def val_dataloader(self) -> list[RowLoader]:
+    def val_dataloader(self, rank: int = 0, world: int = 1) -> list[RowLoader]:
         """One loader of packed held-out rows, in one fixed order; none where nothing is held out."""
-        return [self._loader(self.held_out, None)] if self.held_out else []
+        return [self._loader(self.held_out, None, rank, world)] if self.held_out else []
 
-    def _loader(self, found: Sequence[Document], seed: int | None) -> RowLoader:
-        rank, world = self._share()
+    def _loader(self, found: Sequence[Document], seed: int | None, rank: int, world: int) -> RowLoader:
         order = RowOrder(
             [len(one) if self.packed else self.row_length for one in found],
             self.row_length,
@@ -237,12 +234,6 @@ class ConversationData(LightningDataModule):
             return RowLoader(rows, order, data)
         first = 0 if found is self.train else len(self.train)  # as in `all_documents`
         return RowLoader(KeptRows(rows, self.reading, first), order, data, self.reading.threads)
-
-    def _share(self) -> tuple[int, int]:
-        """Which of how many parts of the data this process reads: where a model is itself spread over processes, they
-        read the same part."""
-        told = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (0, 1) if told is None else (told["rank"], told["num_replicas"])
 
     def _check_ids(self, spec: TargetSpec) -> None:
         highest = max(int(one.ids.max()) for one in [*self.train, *self.held_out])

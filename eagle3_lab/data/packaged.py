@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3_lab import seeds
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.regenerate import answers
 from eagle3_lab.data.self_written import user_opening
@@ -110,7 +111,7 @@ def self_written(target: HFTarget, wanted: int, seed: int, rows: int) -> list[st
             temperature=TEMPERATURE,
             max_new_tokens=MAX_USER_TOKENS,
             rows=rows,
-            seed=seed + 1000 + batch,
+            seed=seeds.packaged_seed(seed, batch),
         )
         for answer in sorted(made, key=lambda a: a.index):
             text = text_of(target, answer.tokens).strip()
@@ -159,7 +160,8 @@ def converse(target: HFTarget, prompts: list[dict], temperature: float, seed: in
             temperature=temperature,
             max_new_tokens=MAX_NEW_TOKENS,
             rows=rows,
-            seed=seed + turn,
+            seed=seed,
+            turn=turn,
         )
         for done, answer in enumerate(made, 1):
             talk = talks[going[fits[answer.index]]]

@@ -9,7 +9,6 @@ Knows no text, no tokenizer and no trainer.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset
 
+from eagle3_lab import seeds
 from eagle3_lab.data.documents import Document
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import PADDING, Batch
@@ -68,10 +68,8 @@ def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator | N
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """The generator of one epoch's order. Hashed: torch's CPU generator takes the low 32 bits of a seed only, and
-    neighbouring seeds must not share each other's epochs."""
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    """Return the generator of one epoch's order, which shares nothing with other epochs and other seeds."""
+    return seeds.generator(seeds.order_seed(seed, epoch))
 
 
 class RowSource(Dataset[Batch], ABC):

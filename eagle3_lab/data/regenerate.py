@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3_lab import seeds
 from eagle3_lab.data import forwards
 from eagle3_lab.data.drawing import draw
 from eagle3_lab.errors import UserError
@@ -61,6 +62,7 @@ def answers(
     max_new_tokens: int,
     rows: int = 32,
     seed: int = 0,
+    turn: int = 0,
     known: Mapping[int, int] | None = None,
     top_p: float | None = None,
     numbers: Sequence[int] | None = None,
@@ -72,7 +74,8 @@ def answers(
         temperature: 0 is greedy; otherwise logits are divided by it.
         max_new_tokens: an answer that reaches it without an end token is cut.
         rows: prompts answered side by side.
-        seed: with the prompt's index, the seed of that prompt's draws.
+        seed: with the turn and the prompt's index, the seed of that prompt's draws (`seeds.answer_seed`).
+        turn: which turn of their conversations the prompts are, from 0.
         known: how many tokens, their ends included, the answers have that an earlier call with the same arguments gave.
             They are not made again, and every other answer comes out as it would with them, to the bit where a row of
             a forward does not depend on what stands in the others (true of every kernel used here).
@@ -83,13 +86,16 @@ def answers(
         UserError: the target's logits are NaN.
     """
     known = {} if known is None else known
-    seeds = range(len(prompts)) if numbers is None else numbers
+    numbers = range(len(prompts)) if numbers is None else numbers
     waiting = deque(sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i)))
     side = _Side(target, prompts, min(rows, len(prompts)), max_new_tokens, temperature, top_p)
     left = len(prompts) - len(known)
     while left:
         if waiting and (free := side.free()):
-            fresh = [_Live(i, [], _generator(seed, seeds[i]), known.get(i)) for i in _next(waiting, len(free))]
+            fresh = [
+                _Live(i, [], seeds.generator(seeds.answer_seed(seed, turn, numbers[i])), known.get(i))
+                for i in _next(waiting, len(free))
+            ]
             made = side.read(free[: len(fresh)], fresh)
         else:
             made = side.step()
@@ -192,18 +198,6 @@ def together(lengths: Sequence[int], forward: int) -> list[int]:
         sizes.append(last[left])
         left -= last[left]
     return sizes[::-1]
-
-
-def hash_seed(seed: int, index: int) -> int:
-    """One 63-bit seed for a pair; neighbours share no bits to speak of (SplitMix64's finaliser)."""
-    x = (seed * 0x9E3779B97F4A7C15 + index + 1) & (2**64 - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (x ^ (x >> 31)) >> 1
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(hash_seed(seed, number))
 
 
 def _next(waiting: deque[int], count: int) -> list[int]:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from eagle3_lab import seeds
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.overlap import opening_words, word_count
 from eagle3_lab.data.prompts import Desk, Prompts, Talk
-from eagle3_lab.data.regenerate import answers, hash_seed
+from eagle3_lab.data.regenerate import answers
 from eagle3_lab.errors import UserError
 from eagle3_lab.loops import is_looping
 from eagle3_lab.target.adapter import HFTarget
@@ -115,7 +116,7 @@ class SelfWritten(Prompts):
             top_p=self.top_p,
             max_new_tokens=self.max_tokens,
             rows=self.rows,
-            seed=hash_seed(self.seed, batch),
+            seed=seeds.written_seed(self.seed, batch),
         )
         ordered = sorted(made, key=lambda one: one.index)
         whole = [one.tokens[:-1] for one in ordered if not one.cut and not is_looping(one.tokens)]

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from eagle3_lab import seeds
 from eagle3_lab.data.dialogue import Answerer, Room, Said, Written
 from eagle3_lab.data.records import say, whole_characters
-from eagle3_lab.data.regenerate import hash_seed
 from eagle3_lab.errors import UserError
 
 LONGEST_S = 86_400
@@ -178,7 +178,8 @@ class ByServer(Answerer):
 
     def _request(self, model: str, prompt: Sequence[int], number: int, turn: int, room: Room) -> dict[str, Any]:
         request = NEUTRAL | {"model": model, "prompt": list(prompt), "max_tokens": room.max_new_tokens}
-        request |= {"temperature": self.temperature, "seed": hash_seed(self.seed + turn, number) & 0x7FFFFFFF}
+        seed = seeds.answer_seed(self.seed, turn, number) & 0x7FFFFFFF
+        request |= {"temperature": self.temperature, "seed": seed}
         request["stop_token_ids"] = list(self.end_tokens)
         return request if self.top_p is None else request | {"top_p": self.top_p}
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
+from eagle3_lab import seeds
 from eagle3_lab.costs import Curves, Cycle
 from eagle3_lab.decode.auto import Choice
 from eagle3_lab.intervals import Interval, speedup_interval
@@ -59,7 +58,7 @@ class RivalSpeed:
         """``answers`` and, by method, those of our counterparts: tokens and seconds of every prompt."""
         against = max(beside, key=lambda one: _rate(beside[one]))
         (mine, my_seconds), (tokens, seconds) = zip(*beside[against], strict=True), zip(*answers, strict=True)
-        ours = speedup_interval(mine, my_seconds, tokens, seconds, torch.Generator().manual_seed(0))
+        ours = speedup_interval(mine, my_seconds, tokens, seconds, seeds.generator(seeds.bootstrap_seed(0, "rivals")))
         rate = _rate(answers)
         return RivalSpeed(name, setting, sum(tokens), rate, rate / base, against, ours)
 

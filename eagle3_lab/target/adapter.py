@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from eagle3_lab.cache import KVCache, few_sizes
 from eagle3_lab.captured import Captured, Record
@@ -47,6 +45,9 @@ from eagle3_lab.types import (
     Verdict,
 )
 
+if TYPE_CHECKING:
+    import transformers  # takes a second
+
 SUMMARY_BYTES = 256 * 2**20
 """Bound on the float32 logits alive at once while they are summarised."""
 
@@ -67,8 +68,8 @@ class HFTarget(FrozenTarget):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase | None,
         spec: TargetSpec,
         record: Record | None = None,
     ) -> None:
@@ -89,7 +90,7 @@ class HFTarget(FrozenTarget):
         self._free: dict[tuple[int, int, Needs], list[_Memory]] = {}
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer; a target made of tensors alone has none to ask for."""
         assert self._tokenizer is not None, "this target was made without a tokenizer"
         return self._tokenizer
@@ -220,7 +221,7 @@ class HFTarget(FrozenTarget):
         ids: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
         mask: Mask,
-        cache: Cache | None,
+        cache: transformers.Cache | None,
         needs: Needs,
         logit_rows: Int[Tensor, "B L"] | None = None,
     ) -> TargetOut:
@@ -313,7 +314,9 @@ class _Memory:
     """What a session works in: a cache as transformers sees it, and the graphs that were recorded with it."""
 
     def __init__(self, cache: KVCache, graphs: Captured | None = None) -> None:
-        self.slots, self.graphs = _SlotCache(cache), graphs
+        from eagle3_lab.target.slot_cache import SlotCache
+
+        self.slots, self.graphs = SlotCache(cache), graphs
 
     def forward(
         self,
@@ -330,54 +333,12 @@ class _Memory:
         return target._forward(ids, position, mask, self.slots, needs, logit_rows)
 
 
-class _SlotLayer(CacheLayerMixin):
-    """transformers' view of one layer of a :class:`KVCache`."""
-
-    is_sliding, is_compileable, is_croppable = False, True, False
-
-    def __init__(self, owner: _SlotCache, layer: int) -> None:
-        super().__init__()
-        self._owner, self._layer = owner, layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write at the owner's slots, read to its view. What else transformers passes differs between versions."""
-        owner = self._owner
-        owner.cache.write(self._layer, key_states, value_states, owner.slots)
-        return owner.cache.read(self._layer, owner.view)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.view, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self._owner.cache.capacity
-
-    get_max_cache_shape = get_max_length
-
-
-class _SlotCache(Cache):
-    """A :class:`KVCache` in the shape transformers' models ask for; ``slots`` and ``view`` are set before a forward."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.view = cache.capacity
-        self.slots = cache.slots(1)
-        super().__init__(layers=[_SlotLayer(self, i) for i in range(len(cache._keys))])
-
-
 _FREQUENCIES = {"inv_freq": "attention_scaling", f"{FULL}_inv_freq": f"{FULL}_attention_scaling"}
 """Names of a rotary module's frequencies and of their scale; where each layer type has its own (gemma3), the full
 layers' are what a draft turns by."""
 
 
-def _rotary_module(model: PreTrainedModel) -> nn.Module:
+def _rotary_module(model: transformers.PreTrainedModel) -> nn.Module:
     """The one rotary module; drafts take their frequencies from it."""
     found = [m for m in text_decoder(model).modules() if not _FREQUENCIES.keys().isdisjoint(m._buffers)]
     if len(found) != 1:

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from eagle3_lab.types import PADDING
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 SDPA, GROUPED = "sdpa", "eagle3_lab_grouped_sdpa"
 
@@ -83,6 +83,8 @@ def grouped_attention(
     additive or boolean mask (B, 1, T, S); out (B, T, heads, d).
 
     Source: transformers integrations/sdpa_attention.py, which repeats keys and values (`repeat_kv`)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     heads, rows, width = query.shape[1:]
     kv_heads = key.shape[1]
     shared = heads // kv_heads
@@ -108,20 +110,21 @@ def grouped_attention(
     return out.reshape(-1, heads, rows, out.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
-
-
-def use_grouped(model: PreTrainedModel) -> bool:
+def use_grouped(model: transformers.PreTrainedModel) -> bool:
     """Let a model that runs by sdpa run by `grouped_attention`; whether it does. A family whose code does not ask for
     its attention by name stays as it is."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(GROUPED, grouped_attention)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
     if model.config._attn_implementation == SDPA and type(model)._can_set_attn_implementation():
         model.set_attn_implementation(GROUPED)
     return model.config._attn_implementation == GROUPED
 
 
 @contextmanager
-def stock_attention(*models: PreTrainedModel) -> Iterator[None]:
+def stock_attention(*models: transformers.PreTrainedModel) -> Iterator[None]:
     """transformers' own attention meanwhile, for what is measured as transformers' own."""
     ours = [model for model in models if model.config._attn_implementation == GROUPED]
     for model in ours:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.windows import FULL, SLIDING
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 NO_LIMIT = 2**31 - 1
 """The context of a model that names none and has no table of positions."""
@@ -37,21 +38,24 @@ _CONTEXT = (
 """Names that families give to the number of positions they were made for."""
 
 
-def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+def text_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:
     """Return the configuration of the decoder that reads text, of a model with several towers too."""
     return model.config.get_text_config(decoder=True)
 
 
-def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+def text_decoder(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Return the module that turns token ids into last hidden states: the outermost one without the head that has the
     text's configuration. Of a model with several towers that is the text tower.
 
     Raises:
         UserError: no such module.
     """
+    from transformers import PreTrainedModel
+
     kind, head = type(text_config(model)), model.get_output_embeddings()
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and type(module.config) is kind and head not in set(module.modules()):
+        alike = isinstance(module, PreTrainedModel) and type(module.config) is kind
+        if alike and head not in set(module.modules()):
             return module
     raise UserError(f"target: {type(model).__name__} has no text decoder beside its head, so trees cannot decode it")
 
@@ -62,7 +66,7 @@ def cache_argument(decoder: nn.Module) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
-def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_blocks(model: transformers.PreTrainedModel) -> nn.ModuleList:
     """Return the one list of decoder blocks.
 
     Raises:
@@ -75,20 +79,20 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _lists_of_blocks(model: PreTrainedModel) -> list[nn.ModuleList]:
+def _lists_of_blocks(model: transformers.PreTrainedModel) -> list[nn.ModuleList]:
     count = text_config(model).num_hidden_layers
     decoder = text_decoder(model)
     lists = {n: m for n, m in decoder.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     return [m for name, m in lists.items() if not any(name.startswith(f"{outer}.") for outer in lists)]
 
 
-def require_decodable(model: PreTrainedModel, name: str) -> None:
+def require_decodable(model: transformers.PreTrainedModel, name: str) -> None:
     """Raise UserError with every reason why trees cannot decode this model, in one line."""
     if reasons := refusals(model):
         raise UserError(f"target {name}: {'; '.join(reasons)}; a decoder with full attention would be right")
 
 
-def refusals(model: PreTrainedModel) -> list[str]:
+def refusals(model: transformers.PreTrainedModel) -> list[str]:
     """Return why a model cannot be decoded by trees with our mask and cache; empty where nothing speaks against it."""
     config, decoder = text_config(model), text_decoder(model)
     fields = config.to_dict()
@@ -114,24 +118,32 @@ def refusals(model: PreTrainedModel) -> list[str]:
     return [reason for reason, holds in found.items() if holds] or _unusual_parts(model)
 
 
-def _other_cache_layers(config: PreTrainedConfig) -> list[str]:
+def _other_cache_layers(config: transformers.PreTrainedConfig) -> list[str]:
     """Names of the cache layers that transformers would make for a configuration, but for plain and windowed ones."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:  # noqa: BLE001 - whatever a family's configuration lacks
         return [f"that cannot be made ({type(error).__name__})"]
-    return sorted({type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__})
+    return sorted(
+        {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    )
 
 
-def _unusual_parts(model: PreTrainedModel) -> list[str]:
+def _unusual_parts(model: transformers.PreTrainedModel) -> list[str]:
     """Name what the adapter reads of a model and does not find: blocks, embedding and head of one width."""
     hidden, lists = text_config(model).hidden_size, len(_lists_of_blocks(model))
     tables = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    found = [f"{lists} lists of {text_config(model).num_hidden_layers} blocks where one is needed"] if lists != 1 else []
+    found = (
+        [f"{lists} lists of {text_config(model).num_hidden_layers} blocks where one is needed"] if lists != 1 else []
+    )
     for name, table in tables.items():
         weight = None if table is None else (table._parameters | table._buffers).get("weight")
         if weight is None or weight.ndim != 2:
-            found.append(f"an {name} that is no table of vectors" if name == "embedding" else "a head that is no matrix")
+            found.append(
+                f"an {name} that is no table of vectors" if name == "embedding" else "a head that is no matrix"
+            )
         elif weight.shape[1] != hidden:
             found.append(f"{name} of width {weight.shape[1]} beside hidden states of width {hidden}")
     return found
@@ -143,7 +155,7 @@ def _rope_types(entry: dict[str, Any]) -> set[str | None]:
     return {one.get("rope_type") for one in (each or [entry])}
 
 
-def max_positions(model: PreTrainedModel) -> int:
+def max_positions(model: transformers.PreTrainedModel) -> int:
     """Return how many positions a model has: the least number that its configuration names for it and that its tables
     of learned positions have rows for.
 
@@ -156,7 +168,7 @@ def max_positions(model: PreTrainedModel) -> int:
 
 
 @torch.inference_mode()
-def _position_rows(model: PreTrainedModel) -> list[int]:
+def _position_rows(model: transformers.PreTrainedModel) -> list[int]:
     """How many positions each learned table has rows for. A table of positions is one that is read at the positions of
     a forward, or at a fixed number of rows behind them."""
     decoder, rows = text_decoder(model), []
@@ -189,6 +201,8 @@ def forward_in_one_line(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 - the code of some two hundred families, each with its own assumptions
+    except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise UserError(f"target {name}: its forward cannot be run by trees ({message}); choose another target") from error
+        raise UserError(
+            f"target {name}: its forward cannot be run by trees ({message}); choose another target"
+        ) from error

@@ -8,18 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from eagle3_lab import ranks
 from eagle3_lab.captured import CudaRecord
@@ -35,6 +26,11 @@ from eagle3_lab.target.probe import probe
 from eagle3_lab.target.template import read_template
 from eagle3_lab.target.tokenizer import real_ids, require_round_trip
 from eagle3_lab.types import TargetSpec
+
+if not TYPE_CHECKING:
+    pass  # jsonargparse executes an `if TYPE_CHECKING` block to read the signatures of a module
+else:
+    import transformers  # takes a second
 
 EMBEDDED = "embedded"
 
@@ -98,11 +94,13 @@ class TargetChoice:
         """Whether nothing has to be fetched or converted first (a hub id is the hub library's own business)."""
         return self.model != EMBEDDED or is_converted()
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer alone, with the template asked for, in which ``thinking`` is set, so that everybody renders the
         same. Raises UserError where there is none that can be read, or where its template has no such switch."""
+        import transformers
+
         source = str(self.folder() or self.model)
-        found = _named(self.model, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        found = _named(self.model, lambda: transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False))
         require_round_trip(found, self.model)
         if self.chat_template is not None:
             found.chat_template = read_template(self.chat_template)
@@ -122,6 +120,8 @@ class TargetChoice:
             UserError: nothing under that name, no causal LM, no such device or too little room on it, attention that
                 trees cannot use, or a failed probe.
         """
+        from transformers.utils import logging
+
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         source = str(self.folder() or self.model)
@@ -147,9 +147,11 @@ class TargetChoice:
 
 def _read_model(
     source: str, dtype: torch.dtype, attention: str, device_map: str | dict[str, str | int] | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
     """The model, and what of its checkpoint was missing, too much or of another shape."""
-    model, told = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  a pair, when asked
+    import transformers
+
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  a pair, when asked
         source,
         dtype=dtype,
         attn_implementation=attention,
@@ -202,7 +204,9 @@ def _require_readable_settings(name: str, folder: Path) -> None:
         raise UserError(f"target.model: {name!r}: generation_config.json is no JSON object; mend or remove it")
 
 
-def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TargetSpec:
+def describe(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase | None, name: str
+) -> TargetSpec:
     """Return sizes and identity of a loaded model.
 
     Raises:
@@ -232,7 +236,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     )
 
 
-def weights_hash(model: PreTrainedModel, sample: int = 64) -> str:
+def weights_hash(model: transformers.PreTrainedModel, sample: int = 64) -> str:
     """Names, shapes and a fixed sample of every parameter, rounded to bfloat16: the same for one checkpoint loaded in
     float32 or bfloat16, and cheap at any size."""
     digest = hashlib.sha256()
@@ -245,18 +249,20 @@ def weights_hash(model: PreTrainedModel, sample: int = 64) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """The whole tokenizer (vocabulary, merges, added tokens), template excluded.
 
     Raises:
         UserError: one that the tokenizers library does not run.
     """
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    import transformers
+
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"target: its tokenizer is a {type(tokenizer).__name__}; one with a tokenizer.json is needed")
     return _short(tokenizer.backend_tokenizer.to_str().encode())
 
 
-def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def vocabulary_hash(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """Which text each id stands for. Equal wherever ids mean the same, though tokenizers differ in how they cut a text
     or pad a batch."""
     named = sorted((token, text) for text, token in tokenizer.get_vocab().items())
@@ -274,6 +280,8 @@ MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 def settings_hash(name: str, source: str) -> str:
     """Return the identity of a model's config.json, of what its weights do not tell: rotary embedding, windows, scales.
     "" for the embedded target, whose own never changes."""
+    from transformers.utils.hub import cached_file
+
     file = None if name == EMBEDDED else cached_file(source, "config.json")
     if file is None:
         return ""
@@ -299,7 +307,9 @@ def model_hash(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> tuple[int, ...]:
+def _end_tokens(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase | None, rows: int
+) -> tuple[int, ...]:
     """The ids that end an answer; one behind the head's ``rows`` is never written."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = set(named if isinstance(named, list) else [named])
@@ -308,7 +318,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return tuple(sorted(token for token in ends if token is not None and 0 <= token < rows))
 
 
-def _moved(model: PreTrainedModel, device: str) -> PreTrainedModel:
+def _moved(model: transformers.PreTrainedModel, device: str) -> transformers.PreTrainedModel:
     wanted = _own() if device == "auto" else device
     try:
         return model.to(wanted)  # pyright: ignore[reportArgumentType]  transformers' decorator hides the signature

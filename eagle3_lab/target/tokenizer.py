@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from eagle3_lab.errors import UserError
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 SAMPLE = "hello brave new world, où est la gare? 你好"
 """Words between spaces, accents, and a script without either."""
 
 
-def require_round_trip(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def require_round_trip(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a tokenizer that drops part of a text without a trace: one whose class does not fit its file.
 
     Case, accents and composed characters may change, since some families read a text so; a piece that the tokenizer
@@ -44,7 +46,7 @@ def _plain(text: str) -> str:
     return kept
 
 
-def real_ids(tokenizer: PreTrainedTokenizerBase, rows: int, ends: Iterable[int]) -> int:
+def real_ids(tokenizer: transformers.PreTrainedTokenizerBase, rows: int, ends: Iterable[int]) -> int:
     """Return one more than the highest id that stands for a text or ends one, at most the head's ``rows``: ids may have
     holes, so their number says nothing."""
     return min(max([*tokenizer.get_vocab().values(), *ends], default=-1) + 1, rows)

@@ -7,11 +7,14 @@ the query's. Positions, not slots: a tree's nodes of one depth share a position.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
 
@@ -31,7 +34,7 @@ class Windows:
     by_type: bool = False
 
     @staticmethod
-    def of(config: PretrainedConfig) -> Windows:
+    def of(config: transformers.PretrainedConfig) -> Windows:
         """What a decoder's configuration says. Models that name their layers' types read a mask by type."""
         said = config.to_dict()
         types, width = said.get("layer_types"), said.get("sliding_window")

@@ -160,9 +160,9 @@ def test_who_answers_first_changes_from_prompt_to_prompt_and_from_law_to_law(
     order: dict[Place, list[str]] = {}
     answer = _Player.answer
 
-    def seen(player: _Player, place: Place, prompt: Prompt, seed: int) -> Iterator[Turn]:
+    def seen(player: _Player, place: Place, prompt: Prompt) -> Iterator[Turn]:
         order.setdefault(place, []).append(player.name)
-        return answer(player, place, prompt, seed)
+        return answer(player, place, prompt)
 
     monkeypatch.setattr(_Player, "answer", seen)
     ran = plain.run("evaluate", "--evaluate.methods", "{pld: PromptLookup}", "--evaluate.max_new_tokens", "2")

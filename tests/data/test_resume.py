@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
+from eagle3_lab.train import Loaders
 from eagle3_lab.types import Batch, TargetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
@@ -75,7 +76,7 @@ def fit(
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    trainer.fit(module, datamodule=Loaders(data), ckpt_path=resume, weights_only=True)
     return module
 
 

@@ -53,7 +53,7 @@ def trained(
     """What becomes of a file's records; a usable one is always among them."""
     file = folder / "c.jsonl"
     good = {"id": "good", "messages": [USER, assistant("<think>\nt\n</think>\n\na")]}
-    if not Chat(tokenizer).misfit(good["messages"]) == "":
+    if Chat(tokenizer).misfit(good["messages"]) != "":
         good["messages"][1] = assistant("a")
     file.write_text("".join(json.dumps(one) + "\n" for one in (*records, good)))
     found, read = read_conversations(str(file))
@@ -149,9 +149,11 @@ def test_fields_that_say_nothing_change_nothing(tokenizer_with: Build, tmp_path:
     fields = dict.fromkeys(("tool_calls", "reasoning_content", "function_call", "images", "name"), empty)
     record = talk(USER | fields, assistant(**fields, weight=1), tools=empty, system=empty, documents=empty)
     found, read, report = trained(tokenizer_with(PLAIN), tmp_path, record)
-    assert len(found) == 2 and found[0].ids.tolist() == trained(tokenizer_with(PLAIN), tmp_path, talk(USER, assistant()))[
-        0
-    ][0].ids.tolist()
+    assert (
+        len(found) == 2
+        and found[0].ids.tolist()
+        == trained(tokenizer_with(PLAIN), tmp_path, talk(USER, assistant()))[0][0].ids.tolist()
+    )
     assert not (read.dropped or report.dropped)
 
 
@@ -265,7 +267,8 @@ def test_results_of_tools_keep_the_fields_that_strict_templates_need(tokenizer_w
     """As Mistral's, which refuses a result without the id of its call."""
     strict = TOOLS.replace(
         "{% for m in messages %}",
-        "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}",
+        "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"
+        "{{ raise_exception('no id') }}{% endif %}",
         1,
     )
     result = {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "look"}
