@@ -113,9 +113,7 @@ def test_no_more_than_so_many_requests_are_under_way(fake: Fake) -> None:
     assert fake.most == 3
 
 
-def test_nothing_of_the_environment_is_sent(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_the_environment_is_sent(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a key nor a way through a proxy: one that does not exist would fail the request."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -137,9 +135,7 @@ def test_a_key_is_sent_where_a_file_names_it(fake: Fake, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_fails_for_the_moment_is_tried_again_later_and_later(
-    fake: Fake, status: int
-) -> None:
+def test_what_fails_for_the_moment_is_tried_again_later_and_later(fake: Fake, status: int) -> None:
     left = [status] * 4
     fake.reply = lambda body: (left.pop(), b"busy") if left else (200, answer("x"))
     said, waits = ask(fake, PROMPTS[:1], retries=4)
@@ -187,9 +183,7 @@ def test_one_request_that_fails_stops_the_others(fake: Fake) -> None:
     assert len(fake.asked()) < 10
 
 
-def test_what_is_known_is_not_asked_and_what_came_before_a_failure_is_kept(
-    fake: Fake
-) -> None:
+def test_what_is_known_is_not_asked_and_what_came_before_a_failure_is_kept(fake: Fake) -> None:
     by = ByServer(Server(fake.url, concurrency=1), ENDS, 0.0, wait=lambda _: None)
     known = {i: Said("known", 2, False, True, False) for i in (0, 5)}
     fake.reply = lambda body: (400, b"no") if body["prompt"][0] == 7 else (200, answer("x"))
