@@ -159,6 +159,12 @@ def test_fields_that_say_nothing_change_nothing(tokenizer_with: Build, tmp_path:
     assert not (read.dropped or report.dropped)
 
 
+def test_other_fields_of_a_turn_are_named_and_change_nothing(tokenizer_with: Build, tmp_path: Path) -> None:
+    record = talk(USER | {"lang": "en", "score": 0}, assistant(refusal="no", lang="en"))
+    _, read, _ = trained(tokenizer_with(PLAIN), tmp_path, record)
+    assert read.noted == {"turns with lang, which is not read": 1, "turns with refusal, which is not read": 1}
+
+
 # --------------------------------------------------------------------------------------------------------- reasoning
 
 
