@@ -150,11 +150,16 @@ class Chat:
         return self._tokenise(text, spans).ids
 
     def text_behind(self, prompt: Sequence[int], written: Sequence[int]) -> str:
-        """The text of tokens that were written behind a prompt. Alone, the first token of many tokenizers loses the
-        space before it."""
+        """The text of tokens that were written behind a prompt, as the content of a turn. Alone, the first token of
+        many tokenizers loses the space before it."""
         before = list(prompt[-CONTEXT:])
         text, joint = (str(self._tokenizer.decode(ids)) for ids in (before, [*before, *written]))
-        return joint.removeprefix(text) if joint.startswith(text) else str(self._tokenizer.decode(list(written)))
+        found = joint.removeprefix(text) if joint.startswith(text) else str(self._tokenizer.decode(list(written)))
+        return self.content_of(found)
+
+    def content_of(self, written: str) -> str:
+        """What was written behind a prompt, without the space that the template itself puts before an answer."""
+        return written.removeprefix(self._opening) if self._opening.isspace() else written
 
     def taught(
         self, messages: Sequence[Message], answer: str, *, cut: bool = False, tools: Tools = ()

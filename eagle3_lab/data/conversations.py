@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3_lab.data.records import Names, name_of, names, records, say, whole_characters, without_folders
-from eagle3_lab.data.turns import UNREADABLE, UNUSABLE, Message, Tools, carried, definitions, unusable, with_record
+from eagle3_lab.data.turns import UNREADABLE, UNUSABLE, Message, Tools, carried, definitions, other_fields, unusable, with_record
 from eagle3_lab.errors import UserError, near
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -117,14 +117,15 @@ def read_conversations(path: str) -> tuple[list[Conversation], Report]:
     Raises:
         UserError: ``path:line: what is wrong; what would be right``, or nothing usable in the whole file.
     """
-    report, names = Report("read"), Names()
+    report, given = Report("read"), Names()
     found: list[Conversation] = []
     for place, record in records(path):
         turns = read_turns(record, place)
         usable, reason = usable_beginning(turns)
         if usable:
             report.kept += 1
-            found.append(_conversation(record, place, usable, names, whole=len(usable) == len(turns)))
+            found.append(_conversation(record, place, usable, given, whole=len(usable) == len(turns)))
+            report.noted.update(f"turns with {names([key])}, which is not read" for key in other_fields(record))
         if reason:
             (report.shortened if usable else report.dropped)[reason] += 1
     if not found:
@@ -232,7 +233,7 @@ def read_sharegpt(listed: object, place: str, key: str = "conversations") -> lis
 
 
 def _conversation(
-    record: dict[str, Any], place: str, messages: tuple[Message, ...], names: Names, *, whole: bool
+    record: dict[str, Any], place: str, messages: tuple[Message, ...], given: Names, *, whole: bool
 ) -> Conversation:
     """The record with its messages' usable beginning; ``whole`` False: its last answer is not the record's last."""
     kinds = {"source": (str,), "temperature": (int, float), "split": (str,)}
@@ -254,4 +255,4 @@ def _conversation(
     if said.get("split", "train") not in SPLITS:
         raise UserError(f"{place}: split is {said['split']!r}{near(said['split'], SPLITS)}")
     said["cut"] = said.get("cut", False) and whole
-    return Conversation(names.once(name), messages, **said, tools=definitions(record)[0])
+    return Conversation(given.once(name), messages, **said, tools=definitions(record)[0])

@@ -113,7 +113,10 @@ class Task:
             source = _from_hub(self.name, TASKS[self.name])
         found = list(islice(source, self.limit))
         if not found:
-            raise UserError(f"task {self.name}: no prompts")
+            here = self.name == HELD_OUT and self.path is None
+            raise UserError(
+                f"task {self.name}: no prompts" + ("; the data card says what was held out" if here else "")
+            )
         return found
 
 

@@ -31,6 +31,7 @@ UNREAD = (
     *("video", "videos"),
 )
 """What the target may have read or written, and what cannot be given to it here."""
+_READ = frozenset(("role", "content", "from", "value", "weight", "train", "loss", *WRITTEN, *PASSED, *UNREAD))
 UNREADABLE, UNUSABLE = "unreadable", "unusable"
 """The role of what is no turn, and the key of a turn's fault: why a conversation cannot go on with it."""
 
@@ -54,6 +55,13 @@ def carried(turn: Mapping[str, Any], role: str) -> tuple[Message, str]:
             return {}, f"{key}, which is not read"
     untaught = turn.get("weight", 1) == 0 or any(turn.get(key) is False for key in ("train", "loss"))
     return fields, "a turn marked as not to be trained on" if untaught and role == "assistant" else ""
+
+
+def other_fields(record: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a record's turns that say something and are neither passed on nor a fault."""
+    listed = record.get("messages", record.get("conversations"))
+    turns = [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
+    return {key for turn in turns for key, value in turn.items() if key not in _READ and not _is_absent(value)}
 
 
 def definitions(record: Mapping[str, Any]) -> tuple[Tools, str]:

@@ -114,7 +114,7 @@ def test_data_that_cannot_be_read_is_named_with_its_line(
 
 def test_data_of_which_no_answer_is_left_is_refused_with_the_reason(bench: Bench) -> None:
     line = refused(bench, "--data.max_length", "20")
-    assert "nothing to train on within max_length 20 (train: 0 conversations; dropped" in line
+    assert "nothing to train on within max_length 20 (train: 0 of " in line and "conversations; dropped" in line
     assert "no answer within max_length" in line
 
 

@@ -206,6 +206,9 @@ def test_a_server_answers_the_training_part_and_the_target_what_is_held_out(tiny
         assert len(fake.asked()) == len(QUESTIONS) - 3
         records = prepared(run("prepare", str(file)).out)
         assert len(fake.asked()) == len(QUESTIONS) - 3, "what is there is not asked again"
+        output = tmp_path / "served.jsonl"
+        assert run("prepare", str(file), "--output", str(output)).code == 0
+    assert json.loads(manifest_of(output).read_text())["served_by"] == "tiny"
     for record in records:
         assert record["messages"][1]["content"].startswith("served ") == (record["split"] == "train")
 
@@ -288,6 +291,54 @@ def test_the_manifest_says_what_the_file_is(tiny: TinyLab, tmp_path: Path) -> No
     card = json.loads((tmp_path / "out" / "talks.card.json").read_text())
     assert card["parts"]["held_out"]["conversations"] == 3
     assert 0 < card["draft_vocabulary"]["coverage"]["train"] <= 1
+
+
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
+
+
+def test_the_card_shows_what_became_of_every_conversation_from_the_raw_file_on(tiny: TinyLab, tmp_path: Path) -> None:
+    """22 conversations, of which 12 train or validate; the template refuses a system turn, and the job goes on."""
+    system = {"role": "system", "content": "s"}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    lines = [
+        *({"id": None, "messages": asked(f"{i} {q}")["messages"]} for i, q in enumerate(QUESTIONS[:14])),
+        {"id": "s1", "messages": [system, *asked("refused")["messages"]]},
+        {"id": "s2", "system": "s", "messages": asked("refused too")["messages"]},
+        asked(" "),
+        asked(f"0 {QUESTIONS[0]}!"),
+        {"messages": asked("tools")["messages"], "tools": [{"function": {"name": "f"}}], "id": "t"},
+        {"messages": [*asked("seen")["messages"], called, {"role": "tool", "content": "r"}], "images": ["i.png"]},
+        asked("x" * 300),
+        {"conversations": []},
+    ]
+    target = write_target(tmp_path / "strict", template=STRICT)
+    file = experiment(tiny, tmp_path, files(write(tmp_path / "raw.jsonl", lines)))
+    output, words = tmp_path / "out.jsonl", ["--target.model", str(target), "--data.limit", "9"]
+    ran = run("prepare", str(file), "--output", str(output), *words)
+    assert ran.code == 0, ran.err
+    card = json.loads((tmp_path / "out.card.json").read_text())
+    prompts, answers, read, train, held = card["counts"]
+    assert (prompts["stage"], prompts["seen"], prompts["kept"]) == ("prompts", 22, 15)
+    assert prompts["dropped"] == {
+        "the chat template refuses it (TemplateError: No system)": 2,
+        "the chat template does not render tools": 1,
+        "empty question": 1,
+        "asks what another asks": 1,
+        "images, which is not read": 1,
+        "no turns": 1,
+    }
+    assert prompts["named"]["the chat template refuses it (TemplateError: No system)"] == ["s1", "s2"]
+    assert answers["seen"] == prompts["kept"] and answers["dropped"]["longer than the target reads"] == 1
+    assert read["seen"] == answers["kept"] == read["kept"] == train["seen"] + held["seen"]
+    assert held["kept"] == card["parts"]["held_out"]["conversations"] == 3
+    assert train["kept"] == card["parts"]["train"]["conversations"]
+    for report in card["stages"]:
+        assert report in ran.out
+    assert "prompts: 15 of 22 conversations; dropped" in ran.out and ": s1, s2)" in ran.out
+    for part in card["parts"].values():
+        assert 1 <= part["rows"] <= part["documents"]
+    ids = [json.loads(line)["id"] for line in output.read_bytes().splitlines()]
+    assert len(set(ids)) == len(ids) and "None" not in ids
 
 
 def test_the_card_is_kept_in_the_run(tiny: TinyLab, tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_every_first_turn_is_answered_once_in_the_order_of_the_prompts(
     for i, record in enumerate(found):
         tokens, cut = expected[i].tokens, expected[i].cut
         said = target.tokenizer.decode(tokens if cut else tokens[:-1])
+        taught = chat.taught([{"role": "user", "content": QUESTIONS[i]}], said, cut=cut)
+        assert record.pop("exact", True) == (taught == list(tokens))
         assert record == {
             "id": f"q{i}",
             "source": "fresh",

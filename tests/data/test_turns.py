@@ -23,15 +23,17 @@ from eagle3_lab.errors import UserError
 
 Build = Callable[[str | None], PreTrainedTokenizerFast]
 
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}" + PROMPT
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}" + PROMPT
 # As Qwen2.5's: definitions in a system turn, calls behind the text, results in a user turn.
 TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['content'] %}\n{{ m['content'] }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}"
+    "{{ t | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
+    "{% if m['content'] %}{{ '\n' + m['content'] }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
 ) + PROMPT
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
 WRITTEN_CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
@@ -53,7 +55,7 @@ def trained(
     """What becomes of a file's records; a usable one is always among them."""
     file = folder / "c.jsonl"
     good = {"id": "good", "messages": [USER, assistant("<think>\nt\n</think>\n\na")]}
-    if Chat(tokenizer).misfit(good["messages"]) != "":
+    if Chat(tokenizer).misfit(good["messages"]):
         good["messages"][1] = assistant("a")
     file.write_text("".join(json.dumps(one) + "\n" for one in (*records, good)))
     found, read = read_conversations(str(file))
@@ -157,6 +159,12 @@ def test_fields_that_say_nothing_change_nothing(tokenizer_with: Build, tmp_path:
     assert not (read.dropped or report.dropped)
 
 
+def test_other_fields_of_a_turn_are_named_and_change_nothing(tokenizer_with: Build, tmp_path: Path) -> None:
+    record = talk(USER | {"lang": "en", "score": 0}, assistant(refusal="no", lang="en"))
+    _, read, _ = trained(tokenizer_with(PLAIN), tmp_path, record)
+    assert read.noted == {"turns with lang, which is not read": 1, "turns with refusal, which is not read": 1}
+
+
 # --------------------------------------------------------------------------------------------------------- reasoning
 
 
@@ -227,7 +235,7 @@ def test_tools_are_rendered_or_a_counted_reason(tokenizer_with: Build, tmp_path:
     rendering = tokenizer_with(TOOLS)
     (one, _), _, _ = trained(rendering, tmp_path, record)
     assert '"name": "look", "parameters"' in rendering.decode(one.ids.tolist())
-    plain = tokenizer_with(TOOLS.partition("{% for m")[1] + TOOLS.partition("{% for m")[2])
+    plain = tokenizer_with("".join(TOOLS.partition("{% for m")[1:]))
     _, _, report = trained(plain, tmp_path, record)
     assert report.named == {"the chat template does not render tools": ["n"]}
 
@@ -267,8 +275,8 @@ def test_results_of_tools_keep_the_fields_that_strict_templates_need(tokenizer_w
     """As Mistral's, which refuses a result without the id of its call."""
     strict = TOOLS.replace(
         "{% for m in messages %}",
-        "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"
-        "{{ raise_exception('no id') }}{% endif %}",
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}",
         1,
     )
     result = {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "look"}
