@@ -85,7 +85,9 @@ def _config(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.
 def _require_writable_rope(folder: Path, config: Mapping[str, Any], draft: Eagle3) -> None:
     """Raise UserError where the fields written describe another rope than the one that the draft was trained with."""
     try:
-        reason = "" if same_rotary(config, draft.rotary) else f"written as {config['rope_parameters']} it is another one"
+        reason = (
+            "" if same_rotary(config, draft.rotary) else f"written as {config['rope_parameters']} it is another one"
+        )
     except UserError as error:
         reason = str(error)
     if reason:

@@ -1,4 +1,4 @@
-"""The last word on a target: a small tree, scored and compacted, and packed documents, against plain runs of the model itself.
+"""The last word on a target: a small tree and packed documents, against plain runs of the model itself.
 
 Configuration checks miss cases (a family that reads positions from slot order, a head with a scale of another name);
 numbers do not.
@@ -78,7 +78,7 @@ def _packed(target: HFTarget) -> float:
     widths = {tuple(tap.shape) for tap in out.taps} - {(*ids.shape, spec.hidden)}
     if widths:
         raise UserError(
-            f"target {spec.name}: the states between its blocks have shape {sorted(widths)[0]}, "
+            f"target {spec.name}: the states between its blocks have shape {min(widths)}, "
             f"{(*ids.shape, spec.hidden)} is needed; a decoder with one state a token would be right"
         )
     assert out.logits is not None

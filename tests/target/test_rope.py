@@ -11,7 +11,7 @@ from random_targets import random_target
 from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.source import FusedFeature
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.rope import fields_of, written_fields, rope_parameters, rotary_of
+from eagle3_lab.target.rope import fields_of, rope_parameters, rotary_of, written_fields
 from eagle3_lab.types import Rotary
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -68,7 +68,10 @@ def test_both_ways_of_writing_mean_the_same() -> None:
 
 
 def test_of_a_rope_by_layer_type_the_full_layers_is_meant() -> None:
-    by_type = {"sliding_attention": DEFAULT, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+    by_type = {
+        "sliding_attention": DEFAULT,
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    }
     assert rope_parameters({"rope_parameters": by_type, "rope_theta": 1e4}) == by_type["full_attention"]
 
 
