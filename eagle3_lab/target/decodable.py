@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.target.windows import FULL, SLIDING
@@ -167,31 +168,33 @@ def max_positions(model: transformers.PreTrainedModel) -> int:
     return min([*named, *_position_rows(model), NO_LIMIT])
 
 
-@torch.inference_mode()
+class _TablesOfPositions(TorchDispatchMode):
+    """Note how many positions each table has rows for that is read at two positions, 0 and 1, or at a fixed number of
+    rows behind them. Module hooks would miss tables whose class takes other arguments than an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            table, index = args[:2]
+            if index.numel() == 2 and int(index.reshape(-1).diff()) == 1:
+                self.rows.append(table.shape[0] - int(index.min()))
+        return func(*args, **(kwargs or {}))
+
+
 def _position_rows(model: transformers.PreTrainedModel) -> list[int]:
-    """How many positions each learned table has rows for. A table of positions is one that is read at the positions of
-    a forward, or at a fixed number of rows behind them."""
-    decoder, rows = text_decoder(model), []
-
-    def read(table: nn.Module, args: tuple[Any, ...]) -> None:
-        assert isinstance(table, nn.Embedding)
-        index = args[0] if args and isinstance(args[0], Tensor) else None
-        if index is not None and index.numel() == 2 and int(index.reshape(-1).diff()) == 1:
-            rows.append(table.num_embeddings - int(index.min()))
-
-    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    if not tables:
+    """Run two tokens through a decoder that has tables beside its embedding; how many positions each has rows for."""
+    decoder, embedding = text_decoder(model), model.get_input_embeddings()
+    if not any(isinstance(m, nn.Embedding) and m is not embedding for m in decoder.modules()):
         return []
-    device = model.get_input_embeddings().weight.device
-    hooks = [table.register_forward_pre_hook(read) for table in tables]
-    try:
-        with forward_in_one_line(type(model).__name__):
-            ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-            decoder(input_ids=ids, position_ids=torch.arange(2, device=device)[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return rows
+    position = torch.arange(2, device=embedding.weight.device)[None]
+    with forward_in_one_line(type(model).__name__), torch.no_grad(), _TablesOfPositions() as tables:
+        decoder(input_ids=torch.zeros_like(position), position_ids=position)
+    return tables.rows
 
 
 @contextmanager
@@ -201,7 +204,7 @@ def forward_in_one_line(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # the code of some two hundred families, each with its own assumptions
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise UserError(
             f"target {name}: its forward cannot be run by trees ({message}); choose another target"

@@ -24,7 +24,7 @@ from eagle3_lab.target.dtypes import require_dtype
 from eagle3_lab.target.embedded import embedded_target, is_converted
 from eagle3_lab.target.probe import probe
 from eagle3_lab.target.template import read_template
-from eagle3_lab.target.tokenizer import real_ids, require_round_trip
+from eagle3_lab.target.tokenizer import real_ids, require_readable, require_round_trip
 from eagle3_lab.types import TargetSpec
 
 if not TYPE_CHECKING:
@@ -132,6 +132,7 @@ class TargetChoice:
         _tell_unused(self.model, told)
         _require_readable_settings(self.model, Path(source))
         require_decodable(model, self.model)
+        require_readable(tokenizer, model.get_input_embeddings().weight.shape[0], self.model)
         if self.device_map is None:
             model = _moved(model, self.device)
         if self.pack and pack(model) and self.device_map is None:

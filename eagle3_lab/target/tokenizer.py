@@ -37,6 +37,22 @@ def require_round_trip(tokenizer: transformers.PreTrainedTokenizerBase, name: st
             )
 
 
+def require_readable(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None:
+    """Refuse a tokenizer whose prompts hold ids for which the model's embedding has no row: tokens that were added
+    after training. One that no prompt needs, such as padding, is no fault.
+
+    Raises:
+        UserError: the first token that the chat template writes, or that begins or ends a text, and its id.
+    """
+    template, borders = str(tokenizer.chat_template), (tokenizer.bos_token, tokenizer.eos_token)
+    for text, token in tokenizer.get_vocab().items():
+        if token >= rows and (text in template or text in borders):
+            raise UserError(
+                f"target.model: the tokenizer of {name!r} writes {text!r} as id {token}, and the model's embedding has "
+                f"{rows} rows; resize the embedding, or name a chat template without that token as target.chat_template"
+            )
+
+
 def _plain(text: str) -> str:
     """Lower case, without accents, and without the spaces that some tokenizers put at the ends or around a comma."""
     letters = unicodedata.normalize("NFKD", text.casefold())
