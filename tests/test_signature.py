@@ -53,10 +53,8 @@ def test_a_verbs_signature_is_the_functions_own(verb: str) -> None:
     hints = typing.get_type_hints(real)
     hints.pop("return", None)
     assert typing.get_type_hints(read) == hints
-    ours, theirs = (inspect.signature(one).parameters for one in (read, real))
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-        (p.name, p.kind, p.default) for p in theirs.values()
-    ]
+    ours, theirs = (inspect.signature(function).parameters.values() for function in (read, real))
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
     assert inspect.getdoc(read) == inspect.getdoc(real)
     assert vars(read).get("positional") == vars(real).get("positional")
 

@@ -95,8 +95,8 @@ FAMILIES: dict[str, Family] = {
     # ---- served
     **_alike(
         "apertus apertus1p5_text arcee biogpt bitnet cohere ctrl diffllama ernie4_5 exaone falcon fuyu glm glm4 "
-        "gpt-sw3 gpt2 gpt_bigcode gpt_neox granite hyperclovax internlm3 iquestcoder jais2 lfm2 llama ministral3 nanochat "
-        "nemotron olmo olmo2 opt persimmon phi qwen3 seed_oss smollm3 stablelm",
+        "gpt-sw3 gpt2 gpt_bigcode gpt_neox granite hyperclovax internlm3 iquestcoder jais2 lfm2 llama ministral3 "
+        "nanochat nemotron olmo olmo2 opt persimmon phi qwen3 seed_oss smollm3 stablelm",
         Family(),
     ),
     **_alike("codegen gptj", Family({"rotary_dim": 4})),

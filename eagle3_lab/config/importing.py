@@ -58,8 +58,11 @@ def import_path(path: str, bases: tuple[type, ...]) -> object:
 
 
 def allow(*paths: str) -> None:
-    """Let jsonargparse import from the packages of these dotted paths, which have been checked or come from code."""
-    set_parsing_settings(import_path_allowlist=sorted({path.partition(".")[0] for path in paths}))
+    """Let jsonargparse import from the packages of these dotted paths, which have been checked or come from code; never
+    from the standard library."""
+    packages = {path.partition(".")[0] for path in paths} - sys.stdlib_module_names
+    if packages:
+        set_parsing_settings(import_path_allowlist=sorted(packages))
 
 
 def _require_own(path: str, packages: set[str]) -> None:

@@ -76,6 +76,8 @@ def parser_for(signature: type | Callable[..., Any], skip: frozenset[str] = froz
     settings()
     parser = ArgumentParser(exit_on_error=False)
     try:
+        defaults = (parameter.default for parameter in inspect.signature(signature).parameters.values())
+        allow(signature.__module__, *(type(default).__module__ for default in defaults))
         if isinstance(signature, type):
             parser.add_class_arguments(signature, skip=set(skip), fail_untyped="all")
         else:

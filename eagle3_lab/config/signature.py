@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import importlib.abc
 import importlib.util
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -22,8 +22,8 @@ def signature_of(module: str, function: str) -> Callable[..., Any]:
     class of its own, the module is imported and its function returned.
     """
     spec = importlib.util.find_spec(module)
-    assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), f"{module} is a module of Python"
-    body = ast.parse(spec.loader.get_source(module) or "").body
+    assert spec is not None and spec.origin is not None, f"{module} is a module of Python"
+    body = ast.parse(Path(spec.origin).read_text("utf-8")).body
     (definition,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
     names = {node.id for node in ast.walk(definition.args) if isinstance(node, ast.Name)} - vars(builtins).keys()
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom) and names & _bound(node)]

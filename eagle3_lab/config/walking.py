@@ -50,8 +50,8 @@ class Walk:
         complete = {}
         for name, slot in slots.items():
             below = default.get(name, slot.default)
-            if name in given and schema.imports(slot.type) and given[name] is not None and given[name] == plain(below):
-                continue  # a default function or class, as --print_config writes it
+            if name in given and schema.imports(slot.type) and _is_default(given[name], below):
+                continue
             if name in given:
                 complete[name] = self.value(given[name], slot.type, key=join(key, name), default=below)
             elif slot.required and name not in default:
@@ -137,6 +137,12 @@ class Walk:
             names = ", ".join(sorted(cls.__name__ for cls in schema.choices(bases)))
             raise self.error(key, f"no class_path given; legal: {names}")
         return concrete[0]
+
+
+def _is_default(node: Node, default: object) -> bool:
+    """Whether a text is the default function or class as `--print_config` writes it."""
+    named = isinstance(default, str | type) or inspect.isroutine(default)
+    return named and isinstance(node, str) and node == plain(default)
 
 
 def _names_code(node: Node, kind: schema.Kind) -> bool:

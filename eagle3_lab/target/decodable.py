@@ -176,9 +176,13 @@ class _TablesOfPositions(TorchDispatchMode):
         super().__init__()
         self.rows: list[int] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(  # torch gives no types for it
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         if func is torch.ops.aten.embedding.default:
             table, index = args[:2]
             if index.numel() == 2 and int(index.reshape(-1).diff()) == 1:
