@@ -31,7 +31,7 @@ bench-rival:  ## an environment with speculators, for bench train --rival .venv-
 	.venv-rival/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 
 gpu-check:  ## everything that needs a GPU, in 8 minutes, as gpu-check.json; installs nothing
-	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m eagle3_lab.commands.gpu_check
+	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m eagle3_lab.bench.gpu_check
 
 $(INSTALLED): requirements/quickstart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=...")'

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError, near
-from eagle3_lab.terminating import Terminated, sigterm_raises
+from eagle3_lab.system.signals import Terminated, sigterm_raises
 
 VERBS: dict[str, tuple[str, str, str]] = {
     "prepare": ("eagle3_lab.commands.prepare", "prepare", "let the target answer prompts; show what is trained on"),
@@ -29,16 +29,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
     "export": ("eagle3_lab.commands.export", "export", "write a trained draft LM as a Hugging Face folder"),
     "bench train": (
-        "eagle3_lab.commands.bench_train",
+        "eagle3_lab.bench.train",
         "bench_train",
         "time a training step, and a rival's beside it",
     ),
     "bench prepare": (
-        "eagle3_lab.commands.bench_prepare",
+        "eagle3_lab.bench.prepare",
         "bench_prepare",
         "time the target's answers, and transformers' batched generate beside them",
     ),
-    "bench decode": ("eagle3_lab.commands.bench_decode", "bench_decode", "measure what decoding costs on this machine"),
+    "bench decode": ("eagle3_lab.bench.decode", "bench_decode", "measure what decoding costs on this machine"),
 }
 """Verb -> (module, function, one line of help). The module is imported when the verb begins its work; the function's
 signature is read before (`signature_of`)."""

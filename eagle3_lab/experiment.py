@@ -7,40 +7,39 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
-import eagle3_lab.data.hub
-import eagle3_lab.data.prompt_files
-import eagle3_lab.data.self_written
-import eagle3_lab.decode.auto
-import eagle3_lab.decode.choices
-import eagle3_lab.decode.grow
+import eagle3_lab.data.sources.hub
+import eagle3_lab.data.sources.prompt_files
+import eagle3_lab.data.sources.self_written
+import eagle3_lab.decode.auto_tree
 import eagle3_lab.decode.methods
+import eagle3_lab.decode.tree_shapes
 import eagle3_lab.decode.typical
+import eagle3_lab.draft.attention.hass
+import eagle3_lab.draft.draft_lm
 import eagle3_lab.draft.eagle1
-import eagle3_lab.draft.first_layers
+import eagle3_lab.draft.eagle3
+import eagle3_lab.draft.features
 import eagle3_lab.draft.hydra
-import eagle3_lab.draft.layer
-import eagle3_lab.draft.lk
 import eagle3_lab.draft.medusa
-import eagle3_lab.draft.multiplicative
-import eagle3_lab.draft.next_token
 import eagle3_lab.draft.noise
-import eagle3_lab.draft.source
-import eagle3_lab.draft.terms  # noqa: F401
+import eagle3_lab.draft.unroll
+import eagle3_lab.training.loss.lk
+import eagle3_lab.training.loss.terms  # noqa: F401
 from eagle3_lab.config import Config
-from eagle3_lab.data.answers import Answers
-from eagle3_lab.data.features import Features
+from eagle3_lab.config.key_options import OPTIONS
+from eagle3_lab.config.keys import Content, digest, reduced
+from eagle3_lab.data.feature_store.features import Features
+from eagle3_lab.data.generation.answers import Answers
+from eagle3_lab.data.generation.preparation import Preparation
 from eagle3_lab.data.module import ConversationData
-from eagle3_lab.data.preparation import Preparation
 from eagle3_lab.data.records import file_hash
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation import Evaluation
-from eagle3_lab.key_options import OPTIONS
-from eagle3_lab.keys import Content, digest, reduced
-from eagle3_lab.options import Model, Optimization
-from eagle3_lab.parameters import flatten
-from eagle3_lab.target.load import TargetChoice, model_hash
-from eagle3_lab.tracking import Tracking
-from eagle3_lab.training import Training
+from eagle3_lab.evaluation.runner import Evaluation
+from eagle3_lab.target_model.loading import TargetChoice, model_hash
+from eagle3_lab.tracking.params import flatten
+from eagle3_lab.tracking.run import Tracking
+from eagle3_lab.training.options import Model, Optimization
+from eagle3_lab.training.trainer import Training
 
 LONGEST_NAME = 120
 """Of an experiment, in bytes: it begins a folder's name, which file systems limit to 255."""

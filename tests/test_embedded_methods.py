@@ -14,20 +14,21 @@ from embedded_runs import Run, check_float32, run
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import read_conversations
 from eagle3_lab.data.held_out import candidates
-from eagle3_lab.decode.grow import Chain, DynamicTree, Grow, McSim7b63
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.pld import PromptLookup
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, Grow, McSim7b63
 from eagle3_lab.draft.eagle1 import Eagle1
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature, TopFeature
 from eagle3_lab.draft.hydra import Hydra
-from eagle3_lab.draft.layer import Eagle3
 from eagle3_lab.draft.medusa import Medusa
-from eagle3_lab.draft.source import FusedFeature, TopFeature
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import DraftModel, FeatureSource, Needs, Proposer
+from eagle3_lab.interfaces import DraftModel, FeatureSource, Proposer
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.types import Needs
 
 pytestmark = pytest.mark.slow
 

@@ -14,17 +14,17 @@ import torch
 from tiny import VOCAB, write_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_lab import checkpoint
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands.stages import build_module
 from eagle3_lab.config import build, check, compose
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline.train_head import build_module
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
+from eagle3_lab.training import checkpoint
+from eagle3_lab.training.module import DraftModule
 from eagle3_lab.types import Batch, TargetSpec
 
 FOLDER = Path(__file__).parents[1] / "experiments"

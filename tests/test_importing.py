@@ -9,7 +9,7 @@ import pytest
 
 from eagle3_lab.config import ConfigError, build, check, compose
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.training import Training
+from eagle3_lab.training.trainer import Training
 
 YAML = """\
 name: x

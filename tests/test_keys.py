@@ -15,16 +15,16 @@ from tiny import TinyLab
 from eagle3_lab import load
 from eagle3_lab.config import schema
 from eagle3_lab.config.checking import not_in_yaml
-from eagle3_lab.data.answers import Answers
-from eagle3_lab.data.fields import Fields
-from eagle3_lab.data.hub import HubPrompts
-from eagle3_lab.data.prompt_files import PromptFiles
-from eagle3_lab.data.self_written import SelfWritten
-from eagle3_lab.draft.terms import SoftCE
+from eagle3_lab.config.key_options import OPTIONS, markdown
+from eagle3_lab.config.keys import PACKAGE, chosen, reduced, short_name
+from eagle3_lab.data.generation.answers import Answers
+from eagle3_lab.data.sources.fields import Fields
+from eagle3_lab.data.sources.hub import HubPrompts
+from eagle3_lab.data.sources.prompt_files import PromptFiles
+from eagle3_lab.data.sources.self_written import SelfWritten
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.key_options import OPTIONS, markdown
-from eagle3_lab.keys import PACKAGE, chosen, reduced, short_name
-from eagle3_lab.target.load import TargetChoice, model_hash
+from eagle3_lab.target_model.loading import TargetChoice, model_hash
+from eagle3_lab.training.loss.terms import SoftCE
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,7 +79,7 @@ def test_no_two_classes_have_one_name_since_keys_know_them_by_it() -> None:
 
 
 def test_the_table_in_the_documents_is_the_one_in_the_code() -> None:
-    assert markdown() in (ROOT / "docs" / "keys.md").read_text(), "write eagle3_lab.key_options.markdown() there"
+    assert markdown() in (ROOT / "docs" / "keys.md").read_text(), "write eagle3_lab.config.key_options.markdown() there"
     assert all(decision.why for options in OPTIONS.values() for decision in options.values())
 
 
@@ -190,7 +190,7 @@ def test_a_moved_module_changes_no_key(small: Path) -> None:
         kept = reduced(plain, (key,))
         assert reduced(moved(plain), (key,)) == kept
         assert PACKAGE not in json.dumps(kept)
-    assert short_name("eagle3_lab.draft.layer.Eagle3") == "Eagle3"
+    assert short_name("eagle3_lab.draft.eagle3.Eagle3") == "Eagle3"
 
 
 def test_a_class_of_a_users_own_module_counts_by_its_full_path_and_all_its_options(small: Path) -> None:

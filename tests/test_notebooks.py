@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_lab.report.results import ClosingTable
+from eagle3_lab.evaluation.results import ClosingTable
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))

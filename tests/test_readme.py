@@ -18,10 +18,10 @@ from tiny import TinyLab
 
 from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands import inputs, stages
-from eagle3_lab.decode.grow import Chain
 from eagle3_lab.decode.propose.eagle import Eagle
-from eagle3_lab.tracking import store_uri
+from eagle3_lab.decode.tree_shapes import Chain
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.tracking.run import store_uri
 from eagle3_lab.types import Batch, Needs
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def test_a_head_of_the_new_method_obeys_the_laws(mine: Path, tiny: TinyLab, tmp_
     experiment = load(str(mine), *(word.removeprefix("--") for word in on_tiny(tiny, tmp_path / "runs")))
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
-    module = stages.build_module(experiment, target, data).double()
+    module = train_head.build_module(experiment, target, data).double()
     batch = next(iter(data.train_dataloader()))
     laws.every_parameter_learns(module, batch)
     length = int((batch.document[0] == 0).sum())
@@ -132,7 +132,7 @@ def test_a_new_method_is_trained_and_measured_beside_its_neighbour(
 
 def test_the_evaluation_that_the_readme_shows_is_one(tmp_path: Path) -> None:
     from eagle3_lab import load
-    from eagle3_lab.evaluation import Evaluation
+    from eagle3_lab.evaluation.runner import Evaluation
 
     (shown,) = (block for block in blocks("yaml") if block.startswith("evaluate:"))
     (tmp_path / "shown.yaml").write_text(re.sub(r"^  ", "", shown.partition("\n")[2], flags=re.MULTILINE))

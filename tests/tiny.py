@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.regenerate import answers
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.data.generation.batched import answers
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3_lab import checkpoint
-from eagle3_lab.commands import closing, inputs, measuring, stages
-from eagle3_lab.commands.files import require_place, write_text
 from eagle3_lab.commands.fit import log_closing, log_setting
-from eagle3_lab.commands.heads import gather, require_model
-from eagle3_lab.commands.work import Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.tasks import HELD_OUT
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
+from eagle3_lab.evaluation.answer_log import Journal
+from eagle3_lab.evaluation.results import ClosingTable
+from eagle3_lab.evaluation.table import as_json, as_text
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.journal import Journal
-from eagle3_lab.provenance import provenance
-from eagle3_lab.report.results import ClosingTable
-from eagle3_lab.report.table import as_json, as_text
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.tracking import Run, open_run
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline import inputs, measure, train_head
+from eagle3_lab.pipeline.run_folder import Work, require_writable
+from eagle3_lab.pipeline.trained_heads import gather, require_model
+from eagle3_lab.system.files import require_place, write_text
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.tracking.provenance import provenance
+from eagle3_lab.tracking.run import Run, open_run
+from eagle3_lab.training import checkpoint
+from eagle3_lab.training.module import DraftModule
 
 
 def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None) -> ClosingTable:
@@ -53,14 +53,14 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     head = None if module is None else Head(module.source, module.draft, target.record)
     assert experiment.evaluate is not None
     heads = gather(head, experiment.evaluate.methods, experiment, target)
-    closing.check_evaluation(experiment, target, data, heads)
+    measure.check_evaluation(experiment, target, data, heads)
     held_out = None if data is None else data.prompts()
-    journal = measuring.open_journal(experiment, target, held_out, path, "evaluate", heads.hashes())
+    journal = measure.open_journal(experiment, target, held_out, path, "evaluate", heads.hashes())
     with _run(experiment, journal, data, path) as run:
         log_setting(experiment, data, run)
-        hits = None if module is None or data is None else closing.read_held_out(module, data)
-        measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
-        table = closing.closing_table(experiment, target, measured, hits, run, path)
+        hits = None if module is None or data is None else measure.read_held_out(module, data)
+        measured = measure.decode_methods(experiment, target, heads, held_out, run, journal)
+        table = measure.closing_table(experiment, target, measured, hits, run, path)
         log_closing(experiment, table, run, journal, heads)
     journal.remove()
     print(as_text(table), end="")
@@ -102,7 +102,7 @@ def _trained(
     public = None if given is not None or path.is_file() else experiment.model.public
     if given is None and not path.is_file() and public is None:
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
-    module = stages.build_module(experiment, target, data)
+    module = train_head.build_module(experiment, target, data)
     if public is None:
         size = experiment.model.vocabulary_size(target.spec)
         checkpoint.restore(path, target, module.source, module.draft, draft_vocab=size)

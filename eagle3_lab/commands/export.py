@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from eagle3_lab import checkpoint
-from eagle3_lab.commands import inputs
-from eagle3_lab.commands.work import Work
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.types import CausalDraft
+from eagle3_lab.interfaces import CausalDraft
+from eagle3_lab.pipeline import inputs
+from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.training import checkpoint
 
 
 def export(experiment: Experiment, *, folder: Path, checkpoint_path: Path | None = None) -> None:

@@ -6,26 +6,27 @@ import json as json_module
 import sys
 from pathlib import Path
 
-from eagle3_lab import checkpoint, ranks
-from eagle3_lab.commands import closing, inputs, measuring, stages
-from eagle3_lab.commands.card import card_text, data_card
-from eagle3_lab.commands.estimate import estimate
-from eagle3_lab.commands.files import read_object, require_place, write_text
-from eagle3_lab.commands.heads import Heads, gather
-from eagle3_lab.commands.work import STATE, Work, require_writable
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError
+from eagle3_lab.evaluation.answer_log import Journal
+from eagle3_lab.evaluation.results import ClosingTable
+from eagle3_lab.evaluation.table import as_json, as_markdown, as_text
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.freed import keep_freed_memory
-from eagle3_lab.journal import Journal
-from eagle3_lab.progress import stage
-from eagle3_lab.provenance import provenance
-from eagle3_lab.report.results import ClosingTable
-from eagle3_lab.report.table import as_json, as_markdown, as_text
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.tracking import Run, open_run
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline import inputs, measure, train_head
+from eagle3_lab.pipeline.data_card import card_text, data_card
+from eagle3_lab.pipeline.estimate import estimate
+from eagle3_lab.pipeline.run_folder import STATE, Work, require_writable
+from eagle3_lab.pipeline.trained_heads import Heads, gather
+from eagle3_lab.system import distributed
+from eagle3_lab.system.files import read_object, require_place, write_text
+from eagle3_lab.system.malloc import keep_freed_memory
+from eagle3_lab.system.progress import stage
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.tracking.provenance import provenance
+from eagle3_lab.tracking.run import Run, open_run
+from eagle3_lab.training import checkpoint
+from eagle3_lab.training.module import DraftModule
 
 CLOSING_TEXT, CLOSING_JSON = "closing.txt", "closing.json"
 DESCRIPTION = 8000  # characters of a run's text in MLflow, which cuts a longer one anywhere
@@ -52,22 +53,22 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
     require_place(json, "--json")
     if not dry_run:
         require_writable(experiment.tracking.folder)
-        stages.check_compiler(experiment)
+        train_head.check_compiler(experiment)
         keep_freed_memory()
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target, answer=not dry_run)
-    module = stages.build_module(experiment, target, data)
+    module = train_head.build_module(experiment, target, data)
     work = Work.of(experiment, target, data)
-    if not ranks.is_first():
+    if not distributed.is_first():
         if not dry_run and not work.draft.is_file():
-            stages.train_head(experiment, module, data, None, work)
+            train_head.train_head(experiment, module, data, None, work)
         return
-    stages.check_rows(module, data)
-    stages.check_features(experiment, target, data, module)
+    train_head.check_rows(module, data)
+    train_head.check_features(experiment, target, data, module)
     heads = _heads(experiment, target, module)
-    parts = measuring.evaluation_contents(experiment, target, data.prompts(), heads.hashes())
+    parts = measure.evaluation_contents(experiment, target, data.prompts(), heads.hashes())
     work = work.measured(experiment.evaluation_key(parts))
-    closing.check_evaluation(experiment, target, data, heads)
+    measure.check_evaluation(experiment, target, data, heads)
     if dry_run:
         print(estimate(experiment, module, data), end="")
         return
@@ -77,7 +78,7 @@ def fit(experiment: Experiment, *, json: Path | None = None, dry_run: bool = Fal
         fresh = work.run_id() is None
         work.remember(run.id)
         log_setting(experiment, data, run)
-        card = data_card(data, stages.draft_vocabulary(experiment, target, data), target.spec.vocab)
+        card = data_card(data, train_head.draft_vocabulary(experiment, target, data), target.spec.vocab)
         run.log_text(card_text(card), "data_card.txt")
         run.log_text(json_module.dumps(card, indent=2) + "\n", "data_card.json")
         module = trained(experiment, target, data, module, run, work, fresh)
@@ -118,7 +119,7 @@ def trained(
         with stage("training", "steps", budget_s=experiment.budgets.get("training")) as s:
             s.reused()
     else:
-        stages.train_head(experiment, module, data, run, work)
+        train_head.train_head(experiment, module, data, run, work)
         run.log_artifact(work.draft, "checkpoint")
     checkpoint.restore(work.draft, target, module.source, module.draft)
     return module.to(target.device).eval()
@@ -134,13 +135,13 @@ def closed(
         with stage("evaluation", "answers", budget_s=experiment.budgets.get("evaluation")) as s:
             s.reused()
         return text.read_text("utf-8")
-    hits = closing.read_held_out(module, data)
-    measured, journal, heads = measuring.Measured(), None, Heads()
+    hits = measure.read_held_out(module, data)
+    measured, journal, heads = measure.Measured(), None, Heads()
     if experiment.evaluate is not None:
         held_out, heads = data.prompts(), _heads(experiment, target, module)
-        journal = measuring.open_journal(experiment, target, held_out, work.draft, "fit", heads.hashes())
-        measured = measuring.decode_methods(experiment, target, heads, held_out, run, journal)
-    table = closing.closing_table(experiment, target, measured, hits, run, work.draft)
+        journal = measure.open_journal(experiment, target, held_out, work.draft, "fit", heads.hashes())
+        measured = measure.decode_methods(experiment, target, heads, held_out, run, journal)
+    table = measure.closing_table(experiment, target, measured, hits, run, work.draft)
     log_closing(experiment, table, run, journal, heads)
     write_text(text, as_text(table))
     found = {"key": work.key, "head": head, **json_module.loads(as_json(table))}
@@ -168,11 +169,11 @@ def log_setting(experiment: Experiment, data: ConversationData | None, run: Run)
 def log_closing(experiment: Experiment, table: ClosingTable, run: Run, journal: Journal | None, heads: Heads) -> None:
     """The closing table, as metrics, as the text of the run's page, as files and as figures; a run below it for each
     method; and all answers."""
-    run.log_metrics(measuring.table_metrics(table))
+    run.log_metrics(measure.table_metrics(table))
     run.describe(as_markdown(table, most=DESCRIPTION))
     run.log_text(as_text(table), "closing.txt")
     run.log_text(as_json(table), "closing.json")
     if journal is not None:
         run.log_text(journal.path.read_text(), "answers.jsonl")
-        measuring.log_children(experiment, table, run, heads)
-        measuring.log_figures(table, run)
+        measure.log_children(experiment, table, run, heads)
+        measure.log_figures(table, run)

@@ -10,25 +10,27 @@ from pathlib import Path
 
 import torch
 
-from eagle3_lab import checkpoint, seeds
-from eagle3_lab.commands import inputs
-from eagle3_lab.commands.heads import gather
-from eagle3_lab.commands.stream import Ink, TextStream
-from eagle3_lab.commands.work import DRAFT, Work
+from eagle3_lab import seeds
+from eagle3_lab.commands.terminal import Ink, TextStream
 from eagle3_lab.data.chat import Chat, Message
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import OnTokens, decode, room
 from eagle3_lab.decode.methods import Head, Method, Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.errors import UserError, near
-from eagle3_lab.evaluation import VANILLA
+from eagle3_lab.evaluation.metrics import pooled_tau
+from eagle3_lab.evaluation.runner import VANILLA
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats import official
-from eagle3_lab.metrics import pooled_tau
-from eagle3_lab.options import Model
-from eagle3_lab.paths import is_file
-from eagle3_lab.progress import duration, rate
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import Decoded, Law, Needs, Proposer, Verifier
+from eagle3_lab.interfaces import Law, Proposer, Verifier
+from eagle3_lab.pipeline import inputs
+from eagle3_lab.pipeline.run_folder import DRAFT, Work
+from eagle3_lab.pipeline.trained_heads import gather
+from eagle3_lab.system.files import is_file
+from eagle3_lab.system.progress import duration, rate
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.training import checkpoint
+from eagle3_lab.training.options import Model
+from eagle3_lab.types import Decoded, Needs
 
 STOPPED = {"end": "", "length": ", stopped by --max-new-tokens", "context": ", stopped by the end of the context"}
 

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3_lab.commands import inputs, stages
-from eagle3_lab.commands.card import card_text, data_card
-from eagle3_lab.commands.files import require_place, write_text
-from eagle3_lab.commands.stream import Ink
+from eagle3_lab.commands.terminal import Ink
 from eagle3_lab.data.documents import Document
-from eagle3_lab.data.prepared import manifest_of, read_manifest
+from eagle3_lab.data.generation.prepared_file import manifest_of, read_manifest
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.held import hold
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.data_card import card_text, data_card
+from eagle3_lab.system.files import hold, require_place, write_text
 
 
 def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None) -> None:
@@ -52,7 +51,7 @@ def _prepare(experiment: Experiment, show: int, output: Path | None) -> None:
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
     try:
-        vocabulary = stages.draft_vocabulary(experiment, target, data)
+        vocabulary = train_head.draft_vocabulary(experiment, target, data)
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     card = data_card(data, vocabulary, target.spec.vocab)

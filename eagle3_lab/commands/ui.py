@@ -6,7 +6,7 @@ import sys
 
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.tracking import serve_ui
+from eagle3_lab.tracking.run import serve_ui
 
 
 def ui(experiment: Experiment, *, port: int = 5000) -> None:

@@ -32,7 +32,7 @@ def overlay(base: Document, patch: Document) -> Document:
 
     Mappings are merged key by key; scalars, lists and bare class names replace what was there. A mapping laid over a
     part sets its init_args, whether or not it says so. A mapping that names another class replaces the part whole
-    (classes are compared by the last component of their paths: `SoftCE` is `eagle3_lab.draft.loss.SoftCE`).
+    (classes are compared by the last component of their paths: `SoftCE` is `eagle3_lab.training.loss.unrolled.SoftCE`).
 
     Raises: `ConfigError` for a mapping laid over a `${...}`: what it points to must be changed instead.
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_lab.errors import ConfigError, near
-from eagle3_lab.paths import is_file, is_folder
+from eagle3_lab.system.files import is_file, is_folder
 
 Node: TypeAlias = Any
 """A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""

@@ -21,16 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3_lab import loops
-from eagle3_lab.data import chat, conversations, documents, held_out, overlap, parts, records, turns
+from eagle3_lab.data import chat, conversations, documents, held_out, overlap, parts, records, repetition, turns
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, documents_hash
 from eagle3_lab.data.parts import Parts
-from eagle3_lab.progress import stage
+from eagle3_lab.system.progress import stage
 
 FEWEST = 200  # conversations: fewer are encoded within a fraction of a second, and no file is made of them
 
-_RULES = (chat, conversations, documents, held_out, loops, overlap, parts, records, turns)
+_RULES = (chat, conversations, documents, held_out, repetition, overlap, parts, records, turns)
 _log = logging.getLogger(__name__)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle3_lab.data.chat import Chat, Encoded, Refused
 from eagle3_lab.data.conversations import Conversation, Report
-from eagle3_lab.loops import is_looping
+from eagle3_lab.data.repetition import is_looping
 
 OverLength = Literal["cut", "drop"]
 

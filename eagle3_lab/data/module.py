@@ -17,11 +17,11 @@ from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import Conversation, Report, read_conversations
 from eagle3_lab.data.document_cache import DocumentCache
 from eagle3_lab.data.documents import Document, OverLength
-from eagle3_lab.data.kept import KeptRows, Reading
+from eagle3_lab.data.feature_store.rows import KeptRows, Reading
+from eagle3_lab.data.generation.prepared_file import licences_of, stages_of
 from eagle3_lab.data.overlap import Overlap
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder, pack
 from eagle3_lab.data.parts import NOT_THERE, divide
-from eagle3_lab.data.prepared import licences_of, stages_of
 from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.errors import UserError
@@ -36,7 +36,7 @@ PREPARED = "prepared"
 class ConversationData:
     """Conversations from one file: packed training rows, and greedy held-out rows for validation.
 
-    Build it once with the target's chat and sizes; `eagle3_lab.train.Loaders` hands it to a trainer.
+    Build it once with the target's chat and sizes; `eagle3_lab.training.module.Loaders` hands it to a trainer.
 
     Args:
         path: a .jsonl, .jsonl.gz or .json of conversations (see `conversations`), ``package:conversations``, or

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError, near
-from eagle3_lab.paths import local_path
+from eagle3_lab.system.files import local_path
 
 PACKAGE = "package:"
 """Before a name: a .jsonl or .jsonl.gz of the package's own resources, without its ending."""

@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle3_lab.decode.block import Block, block
-from eagle3_lab.decode.clock import Clock
-from eagle3_lab.decode.trie import cut, extent, narrow, root_only
+from eagle3_lab.decode.rounds import Block, block
+from eagle3_lab.decode.timing import Clock
+from eagle3_lab.decode.trees import cut, extent, narrow, root_only
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Decoded, Law, Proposer, Round, Session, TargetOut, Tree, Verdict, Verifier
+from eagle3_lab.interfaces import Law, Proposer, Session, Verifier
+from eagle3_lab.types import PADDING, Decoded, Round, TargetOut, Tree, Verdict
 
 OnTokens = Callable[[int, Sequence[int], int], None]
 """Called as ``(b, tokens, accepted)`` with a piece of row b's text: its first ``accepted`` tokens were drafts, what

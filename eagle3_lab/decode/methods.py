@@ -6,29 +6,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from eagle3_lab.captured import Record
-from eagle3_lab.decode.drawn import DrawnTree, require_drawn
-from eagle3_lab.decode.grow import Grow
-from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.backend.cuda_graphs import Record
+from eagle3_lab.backend.prepacked_linear import packed
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.lookahead import Lookahead as LookaheadProposer
 from eagle3_lab.decode.propose.pld import PromptLookup as PromptLookupProposer
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
+from eagle3_lab.decode.sampled_trees import DrawnTree, require_drawn
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Grow
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.packed import packed
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.types import (
-    CausalDraft,
-    DraftModel,
-    FeatureSource,
-    LanguageModel,
-    Needs,
-    Proposer,
-    TargetSpec,
-    Verifier,
-)
+from eagle3_lab.interfaces import CausalDraft, DraftModel, FeatureSource, LanguageModel, Proposer, Verifier
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
+from eagle3_lab.types import Needs, TargetSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3_lab.decode.verify import Uniforms, follow
-from eagle3_lab.types import PADDING, Tree, Verdict, Verifier
+from eagle3_lab.interfaces import Verifier
+from eagle3_lab.types import PADDING, Tree, Verdict
 
 
 class TypicalVerifier(Verifier):

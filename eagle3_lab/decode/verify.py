@@ -26,7 +26,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.types import PADDING, Tree, Verdict, Verifier
+from eagle3_lab.interfaces import Verifier
+from eagle3_lab.types import PADDING, Tree, Verdict
 
 
 class Chance(ABC):

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.draft.body import Body
-from eagle3_lab.draft.layer import DecoderLayer, SelfAttention
+from eagle3_lab.draft.llama import Body, DecoderLayer, SelfAttention
 from eagle3_lab.draft.vocab import DraftVocab
-from eagle3_lab.types import Carry, Context, DraftModel, DraftOut, FrozenTarget, Rows
+from eagle3_lab.interfaces import Context, DraftModel, FrozenTarget
+from eagle3_lab.types import Carry, DraftOut, Rows
 
 
 class Eagle1(DraftModel):

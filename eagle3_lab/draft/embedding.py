@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.types import FrozenTarget
+from eagle3_lab.interfaces import FrozenTarget
 
 Embedding = Literal["target", "projected", "own"]
 

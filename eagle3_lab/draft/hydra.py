@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.draft.body import Body, FittedBody, RopeAngles
-from eagle3_lab.draft.head import HeadPerStep, HeadStart
-from eagle3_lab.draft.layer import DecoderLayer, RMSNorm, SelfAttention
+from eagle3_lab.draft.llama import Body, DecoderLayer, FittedBody, RMSNorm, RopeAngles, SelfAttention
+from eagle3_lab.draft.lm_head import HeadPerStep, HeadStart
 from eagle3_lab.draft.medusa import ResBlock
-from eagle3_lab.types import Carry, Context, DraftOut, FrozenTarget, Rows
+from eagle3_lab.interfaces import Context, FrozenTarget
+from eagle3_lab.types import Carry, DraftOut, Rows
 
 
 class JoiningBlock(nn.Module):

@@ -11,8 +11,9 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.draft.head import HeadPerStep, HeadStart
-from eagle3_lab.types import Carry, Context, DraftOut, FrozenTarget, Rows
+from eagle3_lab.draft.lm_head import HeadPerStep, HeadStart
+from eagle3_lab.interfaces import Context, FrozenTarget
+from eagle3_lab.types import Carry, DraftOut, Rows
 
 
 class ResBlock(nn.Module):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from eagle3_lab.draft.layer import Eagle3, FusingLayer
-from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.draft.eagle3 import Eagle3, FusingLayer
+from eagle3_lab.draft.features import FusedFeature
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats.layer_ids import layers_of
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.rope import rope_parameters, rotary_of
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.rope import rope_parameters, rotary_of
 from eagle3_lab.types import Rotary, TargetSpec
 
 EXTENSIONS = ("norm_before_residual", "norm_before_fc", "fc_norm")

@@ -26,14 +26,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature
 from eagle3_lab.draft.vocab import DraftVocab
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats.agreement import refuse_disagreement
-from eagle3_lab.paths import local_path
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.types import DraftModel, FeatureSource
+from eagle3_lab.interfaces import DraftModel, FeatureSource
+from eagle3_lab.system.files import local_path
+from eagle3_lab.target_model.hf_target import HFTarget
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eagle3_lab.draft.layer import Eagle3, FusingLayer
-from eagle3_lab.draft.source import FusedFeature
+from eagle3_lab.draft.eagle3 import Eagle3, FusingLayer
+from eagle3_lab.draft.features import FusedFeature
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats.agreement import family_of, same_rotary
 from eagle3_lab.formats.layer_ids import layer_fields
 from eagle3_lab.formats.official import CONFIG, EMBEDDING, WEIGHTS, public_tensors
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.rope import fields_of, written_fields
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.rope import fields_of, written_fields
 
 
 def write(

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Bench, Ran
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab, write_target
+from tiny_runs import Bench, Ran
 from torch._inductor import config as inductor
 
-from eagle3_lab.commands.callbacks import Interrupts
-from eagle3_lab.commands.files import require_place
-from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.training import Training
+from eagle3_lab.system.files import require_place
+from eagle3_lab.training.callbacks import Interrupts
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
+from eagle3_lab.training.trainer import Training
 
 
 def refused(bench: Bench, *words: str, verb: str = "fit") -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import Bench, Ran
 from test_evaluate import counters
 from tiny import TinyLab
+from tiny_runs import Bench, Ran
 from transformers import AutoModelForCausalLM
 
 EXPERIMENT = """\

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench import Bench, Ran
 from mlflow.tracking import MlflowClient
+from tiny_runs import Bench, Ran
 
-from eagle3_lab.tracking import store_uri
+from eagle3_lab.tracking.run import store_uri
 
 
 def counters(table: dict[str, Any]) -> dict[str, Any]:

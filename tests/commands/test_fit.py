@@ -9,19 +9,19 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-from bench import Bench, Ran, make_bench
 from lightning.pytorch.callbacks import Callback
 from mlflow.entities import Run as StoredRun
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab
+from tiny_runs import Bench, Ran, make_bench
 
 from eagle3_lab import load
-from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.fit import fit
-from eagle3_lab.commands.work import Work
 from eagle3_lab.errors import UserError
-from eagle3_lab.tracking import open_run, store_uri
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.tracking.run import open_run, store_uri
+from eagle3_lab.training.module import DraftModule
 
 # --------------------------------------------------------------------------------------------------------- what it says
 
@@ -246,11 +246,11 @@ def test_training_lowers_the_loss_and_leaves_the_target_as_it_was(bench: Bench) 
     target = inputs.load_target(experiment)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     data = inputs.build_data(experiment, target)
-    module = stages.build_module(experiment, target, data)
+    module = train_head.build_module(experiment, target, data)
     work = Work.of(experiment, target, data)
     with open_run(experiment.tracking) as run:
         work.remember(run.id)
-        stages.train_head(experiment, module, data, run, work)
+        train_head.train_head(experiment, module, data, run, work)
     client = MlflowClient(store_uri(bench.folder), store_uri(bench.folder))
     losses = [point.value for point in client.get_metric_history(run.id, "train/loss")]
     assert len(losses) == 30

@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from bench import Bench, Ran
 from mlflow.tracking import MlflowClient
+from tiny_runs import Bench, Ran
 
 from eagle3_lab import load
-from eagle3_lab.commands import inputs, stages
-from eagle3_lab.data.kept import KeptBatch, Reading
+from eagle3_lab.data.feature_store.rows import KeptBatch, Reading
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.tracking import store_uri
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.tracking.run import store_uri
+from eagle3_lab.training.module import DraftModule
 
 TRAIN_ONLY = ("--evaluate", "null", "--trainer.max_steps", "4", "--trainer.val_check_interval", "2")
 STORED = ("--features.dtype", "float32")
@@ -43,14 +43,14 @@ class Opened(NamedTuple):
     module: DraftModule
 
     def keep(self) -> Reading | None:
-        return stages.keep_features(self.experiment, self.target, self.data, self.module)
+        return train_head.keep_features(self.experiment, self.target, self.data, self.module)
 
 
 def opened(bench: Bench, *words: str) -> Opened:
     experiment = load(str(bench.yaml), *words)
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
-    return Opened(experiment, target, data, stages.build_module(experiment, target, data))
+    return Opened(experiment, target, data, train_head.build_module(experiment, target, data))
 
 
 def stores(tmp_path: Path) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_bfloat16_store_gives_the_same_readings_up_to_rounding(bench: Bench) -
     _, target, data, module = lab
     kept = lab.keep()
     batch = next(iter(data.train_dataloader()))
-    with torch.no_grad(), stages.reading(module, data, kept):
+    with torch.no_grad(), train_head.reading(module, data, kept):
         stored = next(iter(data.train_dataloader()))
         assert isinstance(stored, KeptBatch) and torch.equal(stored.ids, batch.ids)
         out, _ = module.run(stored)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import Bench
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
+from tiny_runs import Bench
 
 import eagle3_lab
-from eagle3_lab.tracking import store_uri
+from eagle3_lab.tracking.run import store_uri
 
 STEPS = 7
 OPTIONS = {

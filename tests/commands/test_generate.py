@@ -10,20 +10,21 @@ import pytest
 import torch
 from tiny import CHATML, TinyLab, make_tokenizer
 
-from eagle3_lab import checkpoint, load
+from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands import inputs, stages
 from eagle3_lab.commands.generate import Speaker, closing
-from eagle3_lab.commands.stream import DRAFTED, PLAIN, Ink, TextStream
-from eagle3_lab.commands.work import Work
+from eagle3_lab.commands.terminal import DRAFTED, PLAIN, Ink, TextStream
 from eagle3_lab.data.chat import Chat, Message
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import DraftLM
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
+from eagle3_lab.training import checkpoint
 from eagle3_lab.types import Decoded, Needs, Round
 
 LIMIT = 24
@@ -72,7 +73,7 @@ def trained(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = load(str(file))
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
-    module = stages.build_module(experiment, target, data)
+    module = train_head.build_module(experiment, target, data)
     place = Work.of(experiment, target, data).draft
     place.parent.mkdir(parents=True)
     label = checkpoint.label(target, module.source, module.draft)

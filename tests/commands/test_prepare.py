@@ -19,17 +19,17 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from bench import EXPERIMENT, Ran
 from fake_server import answer, serving
 from tiny import CHATML, TinyLab, write_target
+from tiny_runs import EXPERIMENT, Ran
 
 import eagle3_lab
 from eagle3_lab.__main__ import main
 from eagle3_lab.commands.prepare import show_document
-from eagle3_lab.commands.stream import Ink
+from eagle3_lab.commands.terminal import Ink
 from eagle3_lab.config import build, check, compose
 from eagle3_lab.data import document_cache
-from eagle3_lab.data.prepared import manifest_of
+from eagle3_lab.data.generation.prepared_file import manifest_of
 from eagle3_lab.data.tasks import TASKS, Task
 from eagle3_lab.experiment import Experiment
 
@@ -358,7 +358,7 @@ class Terminal(io.StringIO):
 
 def test_supervised_tokens_are_coloured_on_a_terminal_that_wants_it(tiny: TinyLab, tmp_path: Path) -> None:
     made = build(check(compose(experiment(tiny, tmp_path, messages_jsonl(tmp_path))), Experiment))
-    from eagle3_lab.commands import inputs
+    from eagle3_lab.pipeline import inputs
 
     target = inputs.load_target(made)
     document = inputs.build_data(made, target).train[0]

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from bench import PROGRESS, Bench, Ran
 from test_evaluate import counters
 from tiny import HIDDEN, LAYERS, VOCAB, TinyLab
+from tiny_runs import PROGRESS, Bench, Ran
 
-from eagle3_lab import checkpoint, load
+from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands import inputs
-from eagle3_lab.commands.bench_decode import _head
+from eagle3_lab.bench.decode import _head
 from eagle3_lab.formats.write_official import write
+from eagle3_lab.pipeline import inputs
+from eagle3_lab.training import checkpoint
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 KNOWN = sorted(path.stem for path in EXPERIMENTS.glob("known_answer_*.yaml"))

@@ -9,17 +9,17 @@ from typing import Any
 
 import lightning
 import pytest
-from bench import Bench, make_bench
 from lightning.pytorch.callbacks import Callback
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab
+from tiny_runs import Bench, make_bench
 
 from eagle3_lab import load
-from eagle3_lab.checkpoint import AtomicCheckpointIO
-from eagle3_lab.commands.callbacks import Saver
 from eagle3_lab.commands.fit import fit
-from eagle3_lab.run_store import store_uri
-from eagle3_lab.tracking import Run
+from eagle3_lab.tracking.run import Run
+from eagle3_lab.tracking.store import store_uri
+from eagle3_lab.training.callbacks import Saver
+from eagle3_lab.training.checkpoint import AtomicCheckpointIO
 
 WORDS = ("evaluate=null", "trainer.save_every_minutes=1.0e-9")
 """A training of 6 steps that saves at each and validates behind the third and the last."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Bench, Ran, make_bench
 from mlflow.tracking import MlflowClient
 from tiny import TinyLab
+from tiny_runs import Bench, Ran, make_bench
 
-from eagle3_lab.tracking import store_uri
-from eagle3_lab.train import DraftModule
+from eagle3_lab.tracking.run import store_uri
+from eagle3_lab.training.module import DraftModule
 
 TRAINED, MEASURED = "training: reused (unchanged)", "evaluation: reused (unchanged)"
 

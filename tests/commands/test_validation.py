@@ -7,14 +7,14 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from bench import Bench
 from lightning.pytorch.callbacks import Callback
+from tiny_runs import Bench
 
 from eagle3_lab import load
-from eagle3_lab.commands import inputs, stages
+from eagle3_lab.backend.prepacked_linear import PackedLinear
 from eagle3_lab.commands.fit import fit
-from eagle3_lab.packed import PackedLinear
-from eagle3_lab.train import DraftModule
+from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.training.module import DraftModule
 
 
 class Plain(Callback):
@@ -38,7 +38,7 @@ def plain_module(bench: Bench, overrides: list[str]) -> DraftModule:
     """The same experiment's module, its target's and its own linear layers plain."""
     experiment = load(str(bench.yaml), *overrides)
     target = inputs.load_target(experiment)
-    module = stages.build_module(experiment, target, inputs.build_data(experiment, target))
+    module = train_head.build_module(experiment, target, inputs.build_data(experiment, target))
     for child in (*target.model.modules(), *module.modules()):
         if isinstance(child, PackedLinear):
             child.__class__ = torch.nn.Linear

@@ -14,7 +14,7 @@ from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, documents
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.target_model.loading import TargetChoice
 
 Build = Callable[[str | None], PreTrainedTokenizerFast]
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.data.conversations import Conversation, Report
 from eagle3_lab.data.documents import Document, OverLength, documents, documents_hash
-from eagle3_lab.loops import is_looping
+from eagle3_lab.data.repetition import is_looping
 
 
 def conversation(*contents: str, name: str = "x", cut: bool = False, looping: bool = False) -> Conversation:

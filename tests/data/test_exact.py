@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.conversations import read_conversations
-from eagle3_lab.data.dialogue import Dialogue, Said, Written, read_back
+from eagle3_lab.data.generation.dialogue import Dialogue, Said, Written, read_back
 from eagle3_lab.data.parts import divide
 
 Build = Callable[[str | None], PreTrainedTokenizerFast]

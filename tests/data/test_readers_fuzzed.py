@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from eagle3_lab.data.chat import Message
 from eagle3_lab.data.conversations import ROLES, read_conversations
-from eagle3_lab.data.fields import Fields
-from eagle3_lab.data.journal import Journal
-from eagle3_lab.data.prompt_files import PromptFiles
-from eagle3_lab.data.prompts import Desk, questions
+from eagle3_lab.data.sources.fields import Fields
+from eagle3_lab.data.sources.prompt_files import PromptFiles
+from eagle3_lab.data.sources.prompts import Desk, questions
 from eagle3_lab.errors import UserError
-from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.system.jsonl_log import Journal
+from eagle3_lab.target_model.hf_target import HFTarget
 
 NO_DESK = Desk(object.__new__(HFTarget), object.__new__(Journal))
 QUICK, FULL = 200, 2000

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
-from eagle3_lab.train import Loaders
+from eagle3_lab.training.module import Loaders
 from eagle3_lab.types import Batch, TargetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_lab.data.chat import Chat, Refused
 from eagle3_lab.data.conversations import Report, read_conversations
 from eagle3_lab.data.documents import Document, documents
-from eagle3_lab.data.fields import Fields
-from eagle3_lab.data.prompts import questions
+from eagle3_lab.data.sources.fields import Fields
+from eagle3_lab.data.sources.prompts import questions
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.data.turns import carried, definitions
 from eagle3_lab.errors import UserError

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import OnTokens, decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
-from eagle3_lab.decode.trie import root_only
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.trees import root_only
 from eagle3_lab.decode.verify import ExactVerifier, Uniforms, inverse_cdf
-from eagle3_lab.types import PADDING, Decoded, Law, Proposer, Session, TargetOut, Tree, Verdict, Verifier
+from eagle3_lab.interfaces import Law, Proposer, Session, Verifier
+from eagle3_lab.types import PADDING, Decoded, TargetOut, Tree, Verdict
 
 STATES = 211
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from test_eagle_proposer import DEPTH, VOCAB, answer, packed, prompts, tiny_target
 
-from eagle3_lab.decode.grow import Chain, DynamicTree, Grow
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, Grow
 from eagle3_lab.draft.eagle1 import Eagle1
-from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.draft.source import TopFeature
-from eagle3_lab.draft.terms import SmoothL1, SoftCE
+from eagle3_lab.draft.features import TopFeature
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.hits import read_hits
-from eagle3_lab.metrics import Acceptance
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.train import DraftModule, Optimization
+from eagle3_lab.evaluation.metrics import Acceptance
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.training.hit_reading import read_hits
+from eagle3_lab.training.loss.terms import SmoothL1, SoftCE
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
+from eagle3_lab.training.module import DraftModule, Optimization
 from eagle3_lab.types import Needs
 
 

@@ -12,34 +12,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle3_lab.decode.grow import Chain, DynamicTree, Grow, McSim7b63, StaticTree
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
-from eagle3_lab.decode.trie import cut
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, Grow, McSim7b63, StaticTree
+from eagle3_lab.decode.trees import cut
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.draft.source import FusedFeature
-from eagle3_lab.draft.terms import SoftCE
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.hits import read_hits
-from eagle3_lab.metrics import Acceptance
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import describe
-from eagle3_lab.train import DraftModule, Optimization
-from eagle3_lab.types import (
-    Batch,
-    Context,
-    Decoded,
-    DraftOut,
-    Needs,
-    Proposer,
-    Rows,
-    TargetOut,
-    Verdict,
-)
+from eagle3_lab.evaluation.metrics import Acceptance
+from eagle3_lab.interfaces import Context, Proposer
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import describe
+from eagle3_lab.training.hit_reading import read_hits
+from eagle3_lab.training.loss.terms import SoftCE
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
+from eagle3_lab.training.module import DraftModule, Optimization
+from eagle3_lab.types import Batch, Decoded, DraftOut, Needs, Rows, TargetOut, Verdict
 
 VOCAB, DEPTH, ANSWER, END = 13, 5, 24, 1
 

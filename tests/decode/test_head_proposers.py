@@ -6,21 +6,20 @@ import pytest
 import torch
 from test_eagle_proposer import VOCAB, answer, packed, prompts, tiny_target
 
-from eagle3_lab.decode.choices import Medusa63
-from eagle3_lab.decode.grow import Chain, DynamicTree, Grow
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, Grow, Medusa63
+from eagle3_lab.draft.features import TopFeature
 from eagle3_lab.draft.hydra import Hydra
-from eagle3_lab.draft.loss import UnrolledLoss
 from eagle3_lab.draft.medusa import Medusa
-from eagle3_lab.draft.source import TopFeature
-from eagle3_lab.draft.terms import TokenCE
 from eagle3_lab.draft.unroll import Unroll
-from eagle3_lab.hits import read_hits
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.train import DraftModule, Optimization
-from eagle3_lab.types import DraftModel
+from eagle3_lab.interfaces import DraftModel
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.training.hit_reading import read_hits
+from eagle3_lab.training.loss.terms import TokenCE
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
+from eagle3_lab.training.module import DraftModule, Optimization
 
 HEADS = 4
 

@@ -12,14 +12,15 @@ from random_targets import random_target
 from test_loop_sampling import LAW, LOGITS, p_value
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode, room
 from eagle3_lab.decode.methods import Lookahead as LookaheadMethod
 from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.vanilla import Vanilla
-from eagle3_lab.decode.trie import cut
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.trees import cut
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.types import PADDING, Decoded, Needs, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.types import PADDING, Decoded, Needs, TargetOut, Tree, Verdict
 
 TOY = table(VOCAB, 0)
 

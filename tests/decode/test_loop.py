@@ -10,12 +10,12 @@ import torch
 from decode_toys import PROMPTS, SCRIPTS, VOCAB, Scripted, ToyTarget, greedy, run, seeded, table
 from torch import Tensor
 
-from eagle3_lab.decode.block import block
-from eagle3_lab.decode.clock import Clock, Stopwatch
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.propose.vanilla import Vanilla
-from eagle3_lab.decode.trie import cut
+from eagle3_lab.decode.rounds import block
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.timing import Clock, Stopwatch
+from eagle3_lab.decode.trees import cut
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
 from eagle3_lab.types import Round, TargetOut, Tree, Verdict

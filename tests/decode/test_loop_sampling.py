@@ -10,10 +10,10 @@ import torch
 from decode_toys import PROMPTS, Drawing, Gullible, RandomFixed, ToyTarget, run, seeded, stepped, table
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.propose.vanilla import Vanilla
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.types import Proposer, Verifier
+from eagle3_lab.interfaces import Proposer, Verifier
 
 VOCAB = 4
 LOGITS = table(VOCAB, 0, scale=1.0)

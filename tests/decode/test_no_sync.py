@@ -13,22 +13,22 @@ import torch
 from random_targets import random_target
 from torch import nn
 
-from eagle3_lab.cache import KVCache
-from eagle3_lab.captured import CudaRecord, Record, Tape
-from eagle3_lab.decode.block import block
-from eagle3_lab.decode.drawn import DrawnTree
-from eagle3_lab.decode.grow import DynamicTree, McSim7b63
-from eagle3_lab.decode.growth import Grow
-from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.backend.cuda_graphs import CudaRecord, Record, Tape
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.propose.lookahead import Lookahead
 from eagle3_lab.decode.propose.pld import PromptLookup
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
-from eagle3_lab.decode.trie import cut, merge, root_only
+from eagle3_lab.decode.rounds import block
+from eagle3_lab.decode.sampled_trees import DrawnTree
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_growth import Grow
+from eagle3_lab.decode.tree_shapes import DynamicTree, McSim7b63
+from eagle3_lab.decode.trees import cut, merge, root_only
 from eagle3_lab.decode.verify import ExactVerifier, Uniforms
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.source import FusedFeature
-from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature
+from eagle3_lab.kv_cache import KVCache
+from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.types import Needs, TargetOut, Tree
 
 VOCAB = 50

@@ -7,9 +7,9 @@ import torch
 from decode_toys import PROMPTS, VOCAB, ToyTarget, greedy, run, seeded, table
 from test_loop_sampling import p_value
 
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.methods import PromptLookup as PromptLookupMethod
 from eagle3_lab.decode.propose.pld import PromptLookup
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.types import PADDING, TargetOut, Tree, Verdict
 

@@ -15,21 +15,22 @@ from test_loop_sampling import p_value
 from tiny import write_target
 from torch import Tensor
 
-from eagle3_lab import evaluation as evaluation_module
-from eagle3_lab.captured import Captured, Tape
+from eagle3_lab.backend.cuda_graphs import Captured, Tape
 from eagle3_lab.data.tasks import Task
-from eagle3_lab.decode.drawn import split
-from eagle3_lab.decode.law import SamplingLaw
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import DraftLM, PromptLookup, Vanilla
 from eagle3_lab.decode.propose.sps import Lengths, SpeculativeSampling
 from eagle3_lab.decode.propose.vanilla import Vanilla as VanillaProposer
+from eagle3_lab.decode.sampled_trees import split
+from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation import Contestant, Evaluation, measure
-from eagle3_lab.target.adapter import HFSession, HFTarget
-from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.types import Decoded, Needs, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.evaluation import runner as evaluation_module
+from eagle3_lab.evaluation.runner import Contestant, Evaluation, measure
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.target_model.hf_target import HFSession, HFTarget
+from eagle3_lab.target_model.loading import TargetChoice
+from eagle3_lab.types import Decoded, Needs, TargetOut, Tree, Verdict
 
 LOGITS = table(VOCAB, 0)
 VARIED = table(60, 3)
@@ -229,7 +230,7 @@ DRAFTS: dict[str, Callable[[], HFTarget]] = {
 
 def widened(target: HFTarget) -> HFTarget:
     target.model.resize_token_embeddings(104, mean_resizing=False)
-    from eagle3_lab.target.load import describe
+    from eagle3_lab.target_model.loading import describe
 
     return HFTarget(target.model, None, describe(target.model, None, "wide"))
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.trie import root_only
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.trees import root_only
 from eagle3_lab.decode.verify import Chance, ExactVerifier, Uniforms, inverse_cdf, judge
 from eagle3_lab.types import PADDING, Tree
 

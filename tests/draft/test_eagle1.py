@@ -10,14 +10,14 @@ import pytest
 import torch
 from laws import drafts_as_serially
 
-from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.attention.dense import DenseUnrolled
+from eagle3_lab.draft.attention.hass import MultiplicativeUnrolled
 from eagle3_lab.draft.eagle1 import Eagle1
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.loss import UnrolledLoss
-from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
-from eagle3_lab.draft.terms import SoftCE
+from eagle3_lab.draft.eagle3 import Eagle3
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.errors import UserError
+from eagle3_lab.training.loss.terms import SoftCE
+from eagle3_lab.training.loss.unrolled import UnrolledLoss
 from eagle3_lab.types import PADDING, Rows
 
 VOCAB = 23

@@ -17,15 +17,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.attention.dense import DenseUnrolled
+from eagle3_lab.draft.attention.hass import MultiplicativeUnrolled
 from eagle3_lab.draft.eagle1 import Eagle1
-from eagle3_lab.draft.loss import LossOut, UnrolledLoss
-from eagle3_lab.draft.multiplicative import MultiplicativeUnrolled
-from eagle3_lab.draft.source import TopFeature
-from eagle3_lab.draft.terms import FeatureTerm, RowTerm, SmoothL1, SoftCE, TopKCE
+from eagle3_lab.draft.features import TopFeature
 from eagle3_lab.draft.unroll import Unroll
+from eagle3_lab.interfaces import FrozenTarget
 from eagle3_lab.rows import shift
-from eagle3_lab.types import PADDING, Batch, DraftOut, FrozenTarget
+from eagle3_lab.training.loss.terms import FeatureTerm, RowTerm, SmoothL1, SoftCE, TopKCE
+from eagle3_lab.training.loss.unrolled import LossOut, UnrolledLoss
+from eagle3_lab.types import PADDING, Batch, DraftOut
 
 REAL = (12, 9)  # tokens of the two rows
 

@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eagle3_lab.draft.attention import DenseUnrolled
+from eagle3_lab.draft.attention.dense import DenseUnrolled
 from eagle3_lab.draft.eagle1 import Eagle1
-from eagle3_lab.draft.layer import Eagle3
-from eagle3_lab.draft.source import FusedFeature, TopFeature
+from eagle3_lab.draft.eagle3 import Eagle3
+from eagle3_lab.draft.features import FusedFeature, TopFeature
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats import official
 from eagle3_lab.formats.write_official import write
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import describe
-from eagle3_lab.types import FeatureSource, Rows
+from eagle3_lab.interfaces import FeatureSource
+from eagle3_lab.target_model.hf_target import HFTarget
+from eagle3_lab.target_model.loading import describe
+from eagle3_lab.types import Rows
 
 HIDDEN, VOCAB, KEPT = 32, 97, 40
 CONFIG: dict[str, Any] = {

@@ -16,27 +16,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle3_lab.cache import KVCache, few_sizes
-from eagle3_lab.captured import Captured, Inputs, Record
-from eagle3_lab.decode.drawn import split
-from eagle3_lab.decode.grow import Grow
-from eagle3_lab.decode.growth import Grown, top
+from eagle3_lab.backend.cuda_graphs import Captured, Inputs, Record
+from eagle3_lab.decode.sampled_trees import split
+from eagle3_lab.decode.tree_growth import Grown, top
+from eagle3_lab.decode.tree_shapes import Grow
 from eagle3_lab.decode.verify import Uniforms
-from eagle3_lab.draft.cached import Cached
+from eagle3_lab.draft.attention.cached import Cached
+from eagle3_lab.interfaces import DraftModel, FeatureSource, Proposer
+from eagle3_lab.kv_cache import KVCache, few_sizes
 from eagle3_lab.rows import shift
-from eagle3_lab.types import (
-    PADDING,
-    Carry,
-    DraftModel,
-    DraftOut,
-    FeatureSource,
-    Needs,
-    Proposer,
-    Rows,
-    TargetOut,
-    Tree,
-    Verdict,
-)
+from eagle3_lab.types import PADDING, Carry, DraftOut, Needs, Rows, TargetOut, Tree, Verdict
 
 
 class Eagle(Proposer):

@@ -25,10 +25,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from eagle3_lab.decode.sizes import MOST_COLUMNS, MOST_NODES, require_size
-from eagle3_lab.decode.trie import merge
+from eagle3_lab.decode.tree_shapes import MOST_COLUMNS, MOST_NODES, require_size
+from eagle3_lab.decode.trees import merge
 from eagle3_lab.decode.verify import Uniforms
-from eagle3_lab.types import PADDING, Needs, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.types import PADDING, Needs, TargetOut, Tree, Verdict
 
 
 class Lookahead(Proposer):

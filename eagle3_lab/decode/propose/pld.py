@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle3_lab.decode.sizes import MOST_LEVELS, require_size
-from eagle3_lab.decode.trie import chain
-from eagle3_lab.types import PADDING, Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.decode.tree_shapes import MOST_LEVELS, require_size
+from eagle3_lab.decode.trees import chain
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.types import PADDING, TargetOut, Tree, Verdict
 
 
 class PromptLookup(Proposer):

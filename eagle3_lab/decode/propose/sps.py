@@ -21,13 +21,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle3_lab.decode.drawn import require_draft_law, split
-from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.sizes import MOST_LEVELS, require_size
-from eagle3_lab.decode.trie import chain
+from eagle3_lab.decode.sampled_trees import require_draft_law, split
+from eagle3_lab.decode.sampling import SamplingLaw
+from eagle3_lab.decode.tree_shapes import MOST_LEVELS, require_size
+from eagle3_lab.decode.trees import chain
 from eagle3_lab.decode.verify import Uniforms, inverse_cdf
 from eagle3_lab.errors import UserError
-from eagle3_lab.types import PADDING, Proposer, Session, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer, Session
+from eagle3_lab.types import PADDING, TargetOut, Tree, Verdict
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle3_lab.decode.trie import root_only
-from eagle3_lab.types import Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.decode.trees import root_only
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.types import TargetOut, Tree, Verdict
 
 
 class Vanilla(Proposer):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Int
 
-from eagle3_lab.types import Proposer, TargetOut, Tree, Verdict
+from eagle3_lab.interfaces import Proposer
+from eagle3_lab.types import TargetOut, Tree, Verdict
 
 
 class Watched(Proposer):

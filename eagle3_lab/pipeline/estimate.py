@@ -1,0 +1,72 @@
+"""`fit --dry-run`: what a run would cost, from the data as it is and one timed step."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from eagle3_lab.data.module import ConversationData
+from eagle3_lab.experiment import Experiment
+from eagle3_lab.pipeline.run_folder import disk_bytes
+from eagle3_lab.pipeline.train_head import check_features
+from eagle3_lab.system.files import bytes_text
+from eagle3_lab.system.progress import duration
+from eagle3_lab.training.module import DraftModule
+
+
+def estimate(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
+    """Tokens, disk, memory and hours, a line each. Times one training step after a first one that warms up. Fresh
+    answers are counted where they are made already."""
+    sizes = data.manifest()["train"]
+    trainer = experiment.trainer
+    assert trainer is not None
+    per_epoch = len(data.train_dataloader())
+    accumulate = trainer.options.get("accumulate_grad_batches", 1)
+    trainer.check(per_epoch)
+    steps = trainer.steps(per_epoch)
+    passes = steps / trainer.steps_a_pass(per_epoch)
+    batches = passes * trainer.within(per_epoch)
+    seconds, tokens = _time_step(experiment, module, data)
+    parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return (
+        f"data: {sizes['conversations']} conversations, {sizes['tokens']} tokens, {sizes['supervised']} supervised; "
+        f"{per_epoch} batches a pass\n"
+        f"training: {steps} steps of {accumulate} batches, {batches / per_epoch:.1f} passes over the data; "
+        f"{tokens / seconds:.0f} tokens/s by one timed step: {duration(seconds * batches)}\n"
+        f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state "
+        f"{bytes_text(parameters * 16)} of memory, beside the target and a batch's activations\n"
+        f"disk: {bytes_text(disk_bytes(module))} at most (two checkpoints with optimizer state while one replaces the "
+        "other, the draft, and its copy in the run)\n" + _features(experiment, module, data)
+    )
+
+
+def _features(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
+    """A line of what a feature store takes and what of it is yet to be made; nothing where none is kept."""
+    making = check_features(experiment, module.target, data, module)
+    if making is None:
+        return ""
+    contents = making.manifest.contents
+    left = making.tokens_left() * contents.token_bytes
+    return (
+        f"features: {bytes_text(contents.bytes)} for {contents.tokens} tokens of {len(contents.layers)} states in "
+        f"{contents.dtype}, of which {bytes_text(left)} are yet to be made; the timed step ran the target, which "
+        "training from the store does not\n"
+    )
+
+
+def _time_step(experiment: Experiment, module: DraftModule, data: ConversationData) -> tuple[float, int]:
+    device = next(module.parameters()).device
+    assert experiment.trainer is not None
+    precision, _ = experiment.trainer.precision(device)
+    batches = iter(data.train_dataloader())
+    for _ in range(2):
+        batch = next(batches, None) or next(iter(data.train_dataloader()))
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            out, _ = module.run(batch.to(device))
+        out.total.backward()
+        float(out.total.detach())  # waits for the device
+        seconds = time.perf_counter() - began
+        module.zero_grad()
+    return seconds, int((batch.document >= 0).sum())
