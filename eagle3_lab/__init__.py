@@ -16,7 +16,7 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "load": "eagle3_lab.config",
+    "load": "eagle3_lab.experiment",
     "prepare": "eagle3_lab.commands.prepare",
     "fit": "eagle3_lab.commands.fit",
     "evaluate": "eagle3_lab.commands.evaluate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 # Parts are named in YAML by their class: a class that no import has brought in is no legal name.
@@ -25,6 +26,7 @@ import eagle3_lab.draft.noise
 import eagle3_lab.draft.unroll
 import eagle3_lab.training.loss.lk
 import eagle3_lab.training.loss.terms  # noqa: F401
+from eagle3_lab import config as configuration
 from eagle3_lab.config import Config
 from eagle3_lab.config.key_options import OPTIONS
 from eagle3_lab.config.keys import Content, digest, reduced
@@ -171,3 +173,12 @@ FILES: dict[str, Content] = {"AutoTree.measured": file_hash, "TargetChoice.model
 AS_WRITTEN: dict[str, Content] = {
     f"{cls}.{option}": str for cls, options in OPTIONS.items() for option in options if options[option].contents
 }
+
+
+def load(path: Path | str, *overrides: str) -> Experiment:
+    """Read, check and build an experiment: `load("experiments/eagle3.yaml", "model.unroll.depth=3")`.
+
+    Raises:
+        ConfigError: one line, for a mistake in the file or an override.
+    """
+    return configuration.load(path, *overrides, into=Experiment)

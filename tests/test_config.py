@@ -885,13 +885,6 @@ def test_a_fault_of_ours_in_a_constructor_is_raised_as_it_is() -> None:
         build(checked({"model": MODEL, "trainer": {}, "again": faulty}))
 
 
-def test_load_makes_the_experiment_of_the_package_by_default(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("eagle3_lab.experiment")
-    vars(module)["Experiment"] = ToyExperiment
-    monkeypatch.setitem(sys.modules, "eagle3_lab.experiment", module)
-    assert isinstance(load("experiments/case.yaml"), ToyExperiment)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the command line
 

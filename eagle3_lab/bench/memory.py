@@ -65,7 +65,7 @@ def peaks(experiment: Experiment, *, every_row: bool, with_loss: bool) -> Peaks:
 def measure(config: Path, *, with_loss: bool, every_row: bool) -> Peaks:
     """The peak of a step of this process."""
     from eagle3_lab.bench.training_setup import Setup
-    from eagle3_lab.config import load
+    from eagle3_lab.experiment import load
 
     setup = Setup.of(load(config), every_row)
     step = setup.step(with_loss)

@@ -10,9 +10,9 @@ OmegaConf reads, composes and resolves; jsonargparse checks and builds, with sig
     building    seed, then the parts                                             -> the experiment
     writing     a `Config` as text that reads back as itself
 
-In a notebook:
+In one call (`eagle3_lab.load` is this one for experiments):
 
-    experiment = load("experiments/eagle3.yaml", "model.unroll.depth=3")
+    experiment = load("experiments/eagle3.yaml", "model.unroll.depth=3", into=Experiment)
 
 and step by step, for a runner of many cells:
 

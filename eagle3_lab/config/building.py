@@ -20,17 +20,15 @@ from eagle3_lab.config.reading import Node, join, label, locate, plain_key, show
 from eagle3_lab.errors import ConfigError
 
 
-def load(path: Path | str, *overrides: str, into: type[T] | None = None) -> T:
-    """Read, check and build an experiment: `load("experiments/eagle3.yaml", "model.unroll.depth=3")`.
+def load(path: Path | str, *overrides: str, into: type[T]) -> T:
+    """Read, check and build an instance of `into`: `load("experiments/eagle3.yaml", "seed=3", into=Experiment)`.
 
-    `into` is the class whose parameters are the top-level keys; default `eagle3_lab.experiment.Experiment`. If there is
-    a parameter `seed`, torch, NumPy and Python are seeded with it first.
+    The parameters of `into` are the top-level keys. If there is a parameter `seed`, torch, NumPy and Python are seeded
+    with it first.
 
     Raises: `ConfigError`, one line.
     """
-    return build(
-        check(compose(path, parse_overrides(overrides)), cast(type[T], _experiment()) if into is None else into)
-    )
+    return build(check(compose(path, parse_overrides(overrides)), into))
 
 
 def build(config: Config[T]) -> T:
@@ -56,12 +54,6 @@ def build(config: Config[T]) -> T:
     if not_in_yaml(config.into):
         parts = {**parts, CONFIG_FIELD: config}
     return cast(T, make(config.into, **parts))
-
-
-def _experiment() -> type:
-    from eagle3_lab.experiment import Experiment  # here: it imports every part, and torch
-
-    return Experiment
 
 
 def seed_everything(seed: int) -> None:

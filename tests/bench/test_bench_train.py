@@ -14,7 +14,7 @@ from tiny_runs import Bench
 from eagle3_lab.backend import onednn_linear
 from eagle3_lab.bench.timed_step import TimedStep
 from eagle3_lab.bench.training_setup import Setup
-from eagle3_lab.config import load
+from eagle3_lab.experiment import load
 
 STEP = """\
 import json, sys
