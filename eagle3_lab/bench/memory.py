@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
+from eagle3_lab.bench.training_setup import Setup
 from eagle3_lab.errors import UserError
-from eagle3_lab.experiment import Experiment
+from eagle3_lab.experiment import Experiment, load
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MAPPED_FROM = 65536  # bytes
@@ -64,9 +65,6 @@ def peaks(experiment: Experiment, *, every_row: bool, with_loss: bool) -> Peaks:
 
 def measure(config: Path, *, with_loss: bool, every_row: bool) -> Peaks:
     """The peak of a step of this process."""
-    from eagle3_lab.bench.training_setup import Setup
-    from eagle3_lab.experiment import load
-
     setup = Setup.of(load(config), every_row)
     step = setup.step(with_loss)
     step()

@@ -29,6 +29,7 @@ from eagle3_lab.target_model.decodable import (
     text_decoder,
 )
 from eagle3_lab.target_model.model_parts import rotary_module, rotary_of_module, tapped_states
+from eagle3_lab.target_model.truncated import Truncated
 from eagle3_lab.target_model.windows import Mask, Windows
 from eagle3_lab.types import PADDING, Batch, LogitSummary, Needs, Rotary, TargetOut, TargetSpec, Tree, Verdict
 
@@ -129,9 +130,10 @@ class HFTarget(Target):
         return self._windows.width
 
     def first_layers(self, count: int, *, train_embedding: bool = False) -> LanguageModel:
-        from eagle3_lab.target_model.truncated import Truncated  # which runs its model by this adapter
+        def run(model: PreTrainedModel, spec: TargetSpec) -> Target:
+            return HFTarget(model, self._tokenizer, spec, self.record)
 
-        return Truncated(self, count, train_embedding=train_embedding)
+        return Truncated(self, self.model, self.blocks, count, run, train_embedding=train_embedding)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,8 @@ from transformers import PreTrainedModel
 
 from eagle3_lab.backend.prepacked_linear import join
 from eagle3_lab.errors import UserError
-from eagle3_lab.interfaces import LanguageModel, Session
-from eagle3_lab.target_model.hf_target import HFTarget
-from eagle3_lab.types import Batch, Needs
+from eagle3_lab.interfaces import LanguageModel, Session, Target
+from eagle3_lab.types import Batch, Needs, TargetSpec
 
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists that a configuration keeps, an entry a block
 
@@ -35,7 +35,10 @@ class Truncated(LanguageModel):
 
     Args:
         target: what is copied; nothing of it changes.
+        model: the target's model.
+        blocks: the model's decoder blocks.
         count: how many blocks.
+        run: makes of the short model and its sizes what runs it, as the target itself is run.
         train_embedding: embedding and head are copies and trained, tied where the target's are; False: they are the
             target's own and no parameters (not saved in a state dict, not trained).
 
@@ -43,16 +46,25 @@ class Truncated(LanguageModel):
         ValueError: ``count`` outside 1 .. the target's blocks.
     """
 
-    def __init__(self, target: HFTarget, count: int, *, train_embedding: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        model: PreTrainedModel,
+        blocks: nn.ModuleList,
+        count: int,
+        run: Callable[[PreTrainedModel, TargetSpec], Target],
+        *,
+        train_embedding: bool = False,
+    ) -> None:
         super().__init__()
         if not 1 <= count <= target.spec.layers:
             raise ValueError(f"layers must be within 1..{target.spec.layers}, the target's, got {count}")
         name = f"{target.spec.name}, first {count} of {target.spec.layers} layers"
         self.spec = replace(target.spec, name=name, layers=count, weights_hash="")
-        self.model = _cut(target.model, target.blocks, count)
+        self.model = _cut(model, blocks, count)
         wide = torch.promote_types(target.dtype, torch.float32)
         self._held = _own(self.model, wide, train_embedding)
-        self._run = HFTarget(self.model, target._tokenizer, self.spec, target.record)
+        self._run = run(self.model, self.spec)
         join(self.model, lambda: self.model(torch.zeros(1, 2, dtype=torch.long)))
         # The adapter freezes what it is given, for decoding; what is left as a parameter here is trained.
         self.model.requires_grad_(True).train()
