@@ -11,10 +11,12 @@ import collections.abc
 import copy
 import functools
 import inspect
+import json
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace, Unset, set_parsing_settings
@@ -181,6 +183,12 @@ def _family(base: type) -> Iterator[type]:
         yield from _family(cls)
 
 
+@functools.cache
+def _moved() -> dict[str, str]:
+    """Return the import paths that parts had in version 0.1.0, each with the one of today."""
+    return json.loads(Path(__file__).with_name("moved.json").read_text())
+
+
 def find_class(name: object, bases: tuple[type, ...]) -> type:
     """Return the class that a name in YAML means: a short name among `choices`, or a dotted path.
 
@@ -189,6 +197,9 @@ def find_class(name: object, bases: tuple[type, ...]) -> type:
     what = " or ".join(base.__name__ for base in bases)
     if not isinstance(name, str):
         raise NoPartError(f"expected the name of a class, got {name!r}")
+    if name in _moved():
+        new = _moved()[name]
+        raise NoPartError(f"{name!r} has moved to {new}; write {new.rpartition('.')[2]}, the class name alone")
     legal = choices(bases)
     if "." not in name:
         found = [cls for cls in legal if cls.__name__ == name]
