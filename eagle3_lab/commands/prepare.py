@@ -7,8 +7,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from eagle3_lab.commands.terminal import Ink
 from eagle3_lab.data.documents import Document
@@ -18,6 +17,9 @@ from eagle3_lab.experiment import Experiment
 from eagle3_lab.pipeline import inputs, train_head
 from eagle3_lab.pipeline.data_card import card_text, data_card
 from eagle3_lab.system.files import hold, require_place, write_text
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 
 def prepare(experiment: Experiment, *, show: int = 0, output: Path | None = None) -> None:
@@ -66,7 +68,7 @@ def _prepare(experiment: Experiment, show: int, output: Path | None) -> None:
         show_document(document, target.tokenizer, Ink(sys.stdout))
 
 
-def show_document(document: Document, tokenizer: PreTrainedTokenizerBase, ink: Ink) -> None:
+def show_document(document: Document, tokenizer: transformers.PreTrainedTokenizerBase, ink: Ink) -> None:
     """A document's text, supervised tokens in colour; where there are no colours, between double brackets."""
     pairs = zip(document.ids.tolist(), document.supervised.tolist(), strict=True)
     for supervised, run in groupby(pairs, key=lambda pair: pair[1]):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from io import TextIOBase
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    import transformers  # takes a second
+
 
 UNFINISHED = "\ufffd"  # what a decoder shows for the first bytes of a character whose last ones are yet to come
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # green
@@ -25,7 +27,7 @@ class TextStream:
     which a tokenizer decides about the space before a word.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._context = 0  # the piece before the last text begins here
