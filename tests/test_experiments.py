@@ -29,9 +29,10 @@ from eagle3_lab.types import Batch, TargetSpec
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 PAPERS = sorted(f"paper/{path.stem}" for path in FOLDER.glob("paper/*.yaml"))
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml")) + PAPERS
-NO_HEAD = ("no_head",)  # measured as they are: nothing in them is trained
-HEADS = ("ten_methods",)  # nothing in them is trained, they measure other experiments' heads
+MEASURED = sorted(f"evaluate/{path.stem}" for path in FOLDER.glob("evaluate/*.yaml"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml")) + MEASURED + PAPERS
+NO_HEAD = ("evaluate/no_head",)  # measured as they are: nothing in them is trained
+HEADS = ("evaluate/ten_methods",)  # nothing in them is trained, they measure other experiments' heads
 START = ("model.start", "first.ckpt")  # a second stage says what it goes on from on the command line
 
 

@@ -1,4 +1,4 @@
-"""The notebooks beside the experiments: their cells run in order, as a reader runs them."""
+"""The notebooks: their cells run in order, as a reader runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from eagle3_lab.evaluation.results import ClosingTable
 
-FOLDER = Path(__file__).parents[1] / "experiments"
+FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 

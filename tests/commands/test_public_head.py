@@ -21,7 +21,7 @@ from eagle3_lab.formats.write_official import write
 from eagle3_lab.pipeline import inputs
 from eagle3_lab.training import checkpoint
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "evaluate"
 KNOWN = sorted(path.stem for path in EXPERIMENTS.glob("known_answer_*.yaml"))
 
 

@@ -153,7 +153,10 @@ def test_a_named_head_that_was_trained_anew_is_measured_anew(
     ("head", "said"),
     [
         ("experiments/eagel", "chain.head: no experiment 'experiments/eagel'; did you mean 'experiments/eagle.yaml'?"),
-        ("experiments/no_head", "no_head.yaml: the experiment has no data, no model, no optimizer, no trainer"),
+        (
+            "experiments/evaluate/no_head",
+            "no_head.yaml: the experiment has no data, no model, no optimizer, no trainer",
+        ),
         ("experiments/eagle.yaml", "eagle.yaml: trains for target 'embedded', this is "),
         ("experiments", "no experiment 'experiments'; it is a folder"),
         ("a" * 300, "no experiment 'aaaa"),
