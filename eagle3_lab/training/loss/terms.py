@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle3_lab.draft.vocab import OUTSIDE
+from eagle3_lab.interfaces import DraftModel
 from eagle3_lab.training.loss.teacher import Teacher
 
 
@@ -23,6 +24,9 @@ class Term(ABC):
         if weight < 0:
             raise ValueError(f"losses.{type(self).__name__}.weight must be >= 0, got {weight}")
         self.weight = weight
+
+    def check(self, draft: DraftModel) -> None:
+        """Raise ValueError where this term cannot serve a built draft; most serve every one."""
 
 
 class RowTerm(Term):
@@ -119,6 +123,11 @@ class TopKCE(RowTerm):
         if k < 1:
             raise ValueError(f"losses.TopKCE.k must be >= 1, got {k}")
         self.k = k
+
+    def check(self, draft: DraftModel) -> None:
+        size = draft.vocab.shape[0]
+        if self.k > size:
+            raise ValueError(f"losses.TopKCE.k must be <= the draft vocabulary's {size}, got {self.k}")
 
     def per_row(self, log_q: Float[Tensor, "M Vd"], teacher: Teacher) -> Float[Tensor, " M"]:
         best = teacher.p.topk(self.k, dim=-1)

@@ -26,7 +26,7 @@ from eagle3_lab.training.loss.head_linear import HeadProducts
 from eagle3_lab.training.loss.memory import Room, slice_bytes
 from eagle3_lab.training.loss.row_losses import Learned, compare, log_law, runs
 from eagle3_lab.training.loss.teacher import Oov, Teacher, draft_ids, teach, teach_by_summary
-from eagle3_lab.training.loss.terms import FeatureTerm, RowTerm, StepTerm, TopKCE
+from eagle3_lab.training.loss.terms import FeatureTerm, RowTerm, StepTerm
 from eagle3_lab.types import Batch, DraftOut, LogitSummary
 
 Reduction = Literal["supervised", "all"]
@@ -117,10 +117,8 @@ class UnrolledLoss:
                 f"losses: {name} needs the target's own feature to compare with, but {type(source).__name__} projects "
                 "it; use TopFeature, or drop the term"
             )
-        size = draft.vocab.shape[0]
-        for term in self.row_terms:
-            if isinstance(term, TopKCE) and term.k > size:
-                raise ValueError(f"losses.TopKCE.k must be <= the draft vocabulary's {size}, got {term.k}")
+        for term in [*self.row_terms, *self.step_terms, *self.feature_terms]:
+            term.check(draft)
 
     def weights(self, batch: Batch, depth: int) -> Float[Tensor, "B T S"]:
         """Weight of each row at each step, from the masks alone."""
