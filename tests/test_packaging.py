@@ -47,12 +47,6 @@ def test_what_a_rivals_script_imports_is_pinned_for_its_own_environment() -> Non
     assert "speculators" in found and found <= pinned, "and nothing of the lab, which is not installed there"
 
 
-def test_only_tracking_imports_mlflow() -> None:
-    assert {str(file) for module, file in imported("eagle3_lab") if module == "mlflow"} == {
-        "eagle3_lab/tracking/run.py"
-    }
-
-
 @pytest.mark.parametrize("requirement", DECLARED + TOOLS, ids=lambda r: r.name)
 def test_the_pins_are_exact_and_within_what_is_declared(requirement: Requirement) -> None:
     lines = (ROOT / "requirements" / "quickstart.txt").read_text().splitlines()
