@@ -129,9 +129,9 @@ def _list(value: object, name: str, lowest: int = 0) -> Layers:
     """Return a configuration's list of ids; empty where there is none."""
     if not value:
         return ()
-    ids = tuple(value) if isinstance(value, list | tuple) else ("",)
-    if not all(type(one) is int for one in ids):
+    if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
         raise UserError(f"{name} is {value!r}; a list of whole numbers is needed")
+    ids: Layers = tuple(value)
     if ids[0] < lowest or any(low >= high for low, high in itertools.pairwise(ids)):
         raise UserError(f"{name} is {list(ids)}; strictly ascending ids from {lowest} on are needed")
     return ids

@@ -206,8 +206,9 @@ def train_head(
         check_processes(trainer.num_nodes * trainer.num_devices, options, data)
         try:
             with interrupts.caught(), reading(module, data, kept):
-                trainer.fit(module, datamodule=Loaders(data), ckpt_path=going_on, weights_only=True)
-                validations.finish(trainer, module, data)
+                loaders = Loaders(data)
+                trainer.fit(module, datamodule=loaders, ckpt_path=going_on, weights_only=True)
+                validations.finish(trainer, module, loaders)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         if trainer.global_step == 0:

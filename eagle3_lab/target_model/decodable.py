@@ -55,8 +55,9 @@ def text_decoder(model: transformers.PreTrainedModel) -> transformers.PreTrained
 
     kind, head = type(text_config(model)), model.get_output_embeddings()
     for module in model.modules():
-        alike = isinstance(module, PreTrainedModel) and type(module.config) is kind
-        if alike and head not in set(module.modules()):
+        if not isinstance(module, PreTrainedModel) or type(module.config) is not kind:
+            continue
+        if head not in set(module.modules()):
             return module
     raise UserError(f"target: {type(model).__name__} has no text decoder beside its head, so trees cannot decode it")
 
@@ -195,7 +196,7 @@ def _position_rows(model: transformers.PreTrainedModel) -> list[int]:
     decoder, embedding = text_decoder(model), model.get_input_embeddings()
     if not any(isinstance(m, nn.Embedding) and m is not embedding for m in decoder.modules()):
         return []
-    position = torch.arange(2, device=embedding.weight.device)[None]
+    position = torch.arange(2, device=model.device)[None]
     with forward_in_one_line(type(model).__name__), torch.no_grad(), _TablesOfPositions() as tables:
         decoder(input_ids=torch.zeros_like(position), position_ids=position)
     return tables.rows

@@ -222,7 +222,7 @@ class HFTarget(Target):
                 attention_mask=mask,
                 position_ids=position,
                 use_cache=cache is not None,
-                **({} if cache is None else {self._cache_argument: cache}),
+                **({} if cache is None else {str(self._cache_argument): cache}),
             )
         top = out.last_hidden_state.to(ids.device)
         taps[len(self._blocks)] = top  # Hugging Face's last hidden state is the one after the norm

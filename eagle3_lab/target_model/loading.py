@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 
@@ -130,7 +130,8 @@ class TargetChoice:
         _tell_unused(self.model, told)
         _require_readable_settings(self.model, Path(source))
         require_decodable(model, self.model)
-        require_readable(tokenizer, model.get_input_embeddings().weight.shape[0], self.model)
+        rows = cast("torch.nn.Embedding", model.get_input_embeddings()).num_embeddings
+        require_readable(tokenizer, rows, self.model)
         if self.device_map is None:
             model = _moved(model, self.device)
         if self.pack and pack(model) and self.device_map is None:
@@ -213,7 +214,7 @@ def describe(
     """
     require_decodable(model, name)
     config, rows = text_config(model), model.get_output_embeddings().weight.shape[0]
-    sizes = {key: value for key, value in config.to_dict().items() if isinstance(value, int | float) and value}
+    sizes: dict[str, Any] = {k: v for k, v in config.to_dict().items() if isinstance(v, int | float) and v}
     heads, ends = config.num_attention_heads, _end_tokens(model, tokenizer, rows)
     return TargetSpec(
         name=name,

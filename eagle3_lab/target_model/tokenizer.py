@@ -29,7 +29,7 @@ def require_round_trip(tokenizer: transformers.PreTrainedTokenizerBase, name: st
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             continue
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if _plain(back) != _plain(part):
+        if _plain(str(back)) != _plain(part):
             raise UserError(
                 f"target.model: the tokenizer of {name!r}, a {type(tokenizer).__name__}, reads {part!r} back as "
                 f"{back!r}; name the class that fits its tokenizer.json as tokenizer_class in tokenizer_config.json "

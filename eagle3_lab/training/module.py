@@ -199,7 +199,8 @@ class DraftModule(lightning.LightningModule):
         if unsent is None or trainer.global_step <= unsent[0]:
             return  # nothing, or a step that an exception has cut short
         step, values = unsent
-        if (step + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop:
+        logged = (step + 1) % trainer.log_every_n_steps == 0  # pyright: ignore[reportAttributeAccessIssue]
+        if logged or trainer.should_stop:
             self._send(values, step)
         self._unsent = None
 
