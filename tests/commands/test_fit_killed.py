@@ -24,6 +24,7 @@ WAIT = 300  # seconds, on a machine that is busy with other things
 def words(steps: int, *more: str) -> list[str]:
     """Overrides of a training that saves at every step and is not evaluated."""
     said = {"trainer.max_steps": str(steps), "trainer.save_every_minutes": "1.0e-9", "evaluate": "null"}
+    said["trainer.log_every_n_steps"] = "1"
     return [word for key, value in said.items() for word in (f"--{key}", value)] + list(more)
 
 

@@ -265,7 +265,7 @@ def test_a_disk_too_small_is_told_before_the_first_byte(
     needed = doing.manifest.contents.bytes
     assert needed == sum(LENGTHS) * (3 * 32 * 4 + 8)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, needed - 1))
-    line = "0 B free, 18.0 kB needed for features of 44 tokens; free some, or set features.folder to another disk"
+    line = "17.2 kB free, 17.2 kB needed for features of 44 tokens; free some, or set features.folder to another disk"
     with pytest.raises(UserError, match=line):
         doing.make(model, 16, 2)
     assert list(tmp_path.iterdir()) == []
