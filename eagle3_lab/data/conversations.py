@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3_lab.data.records import Names, name_of, names, records, say, whole_characters, without_folders
-from eagle3_lab.data.turns import UNREADABLE, UNUSABLE, Message, Tools, carried, definitions, other_fields, unusable, with_record
+from eagle3_lab.data.turns import (
+    UNREADABLE,
+    UNUSABLE,
+    Message,
+    Tools,
+    carried,
+    definitions,
+    other_fields,
+    unusable,
+    with_record,
+)
 from eagle3_lab.errors import UserError, near
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -188,7 +188,11 @@ def read_back(dialogue: Dialogue, prompt: Sequence[int], written: Written, chat:
     Where only the text is known, it is exact unless the template or the tokenizer changes it.
     """
     tokens = written.tokens
-    text = chat.content_of(written.text) if tokens is None else chat.text_behind(prompt, tokens if written.cut else tokens[:-1])
+    text = (
+        chat.content_of(written.text)
+        if tokens is None
+        else chat.text_behind(prompt, tokens if written.cut else tokens[:-1])
+    )
     taught = chat.taught(dialogue.messages, text, cut=written.cut, tools=dialogue.tools) if text.strip() else None
     if tokens is not None:
         return Said(text, len(tokens), written.cut, taught == list(tokens), is_looping(tokens))

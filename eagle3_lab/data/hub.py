@@ -62,7 +62,7 @@ class HubPrompts(Prompts):
     def talks(self, desk: Desk) -> Iterator[Talk]:
         rows, called, source = _rows(self.name, self.config, self.split, self.revision), self._called, self.source
         for number, row in enumerate(rows):
-            if number == self.limit:
+            if self.limit is not None and number == self.limit:
                 desk.stop_at(self.limit, source)
                 return
             if not isinstance(row, dict):

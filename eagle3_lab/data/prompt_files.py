@@ -53,7 +53,7 @@ class PromptFiles(Prompts):
         count = 0
         for file in self._files():
             for place, record in records(file):
-                if count == self.limit:
+                if self.limit is not None and count == self.limit:
                     desk.stop_at(self.limit, self.source)
                     return
                 count += 1

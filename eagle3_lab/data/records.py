@@ -86,7 +86,7 @@ def name_of(values: Iterable[object], otherwise: str) -> str:
     for value in values:
         if isinstance(value, str) and value.strip():
             return value
-        if type(value) in (int, float) and math.isfinite(value):  # not isinstance: True is no number
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
     return otherwise
 

@@ -24,7 +24,10 @@ from eagle3_lab.errors import UserError
 Build = Callable[[str | None], PreTrainedTokenizerFast]
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    + PROMPT
+)
 # As Qwen2.5's: definitions in a system turn, calls behind the text, results in a user turn.
 TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}"
