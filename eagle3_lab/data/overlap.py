@@ -80,7 +80,7 @@ def normalised(text: str) -> str:
 
 def word_count(text: str) -> float:
     """How many words a text has: what stands between spaces; without spaces, by the characters' shares."""
-    return sum(max(1.0, sum(map(_quarters, map(ord, piece))) / _WORD) for piece in text.split())
+    return sum((max(1.0, sum(map(_quarters, map(ord, piece))) / _WORD) for piece in text.split()), start=0.0)
 
 
 def opening_words(text: str, count: int) -> str:

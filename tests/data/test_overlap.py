@@ -86,7 +86,7 @@ def test_thirteen_shared_characters_of_a_long_chinese_prompt_overlap_and_twelve_
 
 
 def test_words_are_counted_with_and_without_spaces() -> None:
-    assert word_count("don't  stop, now") == 3
+    assert word_count("don't  stop, now") == 3 and word_count("") == 0
     assert word_count("你好世界") == 4 and word_count("こんにちは") == 2.5 and word_count("สวัสดี") == 1.5
     assert opening_words("One, two three FOUR", 3) == "one two three"
     assert opening_words("ああああいい", 2) == "あ あ あ あ"
