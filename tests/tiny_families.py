@@ -95,8 +95,8 @@ FAMILIES: dict[str, Family] = {
     # ---- served
     **_alike(
         "apertus apertus1p5_text arcee biogpt bitnet cohere ctrl diffllama ernie4_5 exaone falcon fuyu glm glm4 "
-        "gpt-sw3 gpt2 gpt_bigcode gpt_neox granite hyperclovax internlm3 iquestcoder jais2 lfm2 llama ministral3 nanochat "
-        "nemotron olmo olmo2 opt persimmon phi qwen3 seed_oss smollm3 stablelm",
+        "gpt-sw3 gpt2 gpt_bigcode gpt_neox granite hyperclovax internlm3 iquestcoder jais2 lfm2 llama ministral3 "
+        "nanochat nemotron olmo olmo2 opt persimmon phi qwen3 seed_oss smollm3 stablelm",
         Family(),
     ),
     **_alike("codegen gptj", Family({"rotary_dim": 4})),
@@ -225,7 +225,6 @@ def write_family(folder: Path, kind: str, family: Family) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data.mul_(3)  # logits far enough apart for differences to show
-    model.generation_config = None  # a family's own default answers are none of the target's
     model.save_pretrained(folder)
     tiny.make_tokenizer(tiny.CHATML, "<|extra|>").save_pretrained(folder)
     return folder

@@ -6,7 +6,7 @@ Only what a model and its configuration name is read here. What no configuration
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,8 +171,8 @@ class _TablesOfPositions(TorchDispatchMode):
         self.rows: list[int] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping | None = None
+    ) -> object:
         if func is torch.ops.aten.embedding.default:
             table, index = args[:2]
             if index.numel() == 2 and int(index.reshape(-1).diff()) == 1:
