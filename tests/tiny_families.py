@@ -225,7 +225,6 @@ def write_family(folder: Path, kind: str, family: Family) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data.mul_(3)  # logits far enough apart for differences to show
-    model.generation_config = None  # a family's own default answers are none of the target's
     model.save_pretrained(folder)
     tiny.make_tokenizer(tiny.CHATML, "<|extra|>").save_pretrained(folder)
     return folder

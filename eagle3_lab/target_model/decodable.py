@@ -6,7 +6,7 @@ Only what a model and its configuration name is read here. What no configuration
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -177,13 +177,9 @@ class _TablesOfPositions(TorchDispatchMode):
         super().__init__()
         self.rows: list[int] = []
 
-    def __torch_dispatch__(  # torch gives no types for it
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping | None = None
+    ) -> object:
         if func is torch.ops.aten.embedding.default:
             table, index = args[:2]
             if index.numel() == 2 and int(index.reshape(-1).diff()) == 1:
