@@ -19,6 +19,7 @@ from eagle3_lab.onednn import float32_products
 
 if TYPE_CHECKING:  # takes seconds; jsonargparse imports it for the schema, where a YAML has a `trainer:`
     import lightning.pytorch
+    import lightning.pytorch.loggers
     import lightning.pytorch.plugins.io
 
     import eagle3_lab.sharded  # noqa: F401  `Sharded` is a legal name of a strategy
