@@ -14,12 +14,22 @@ from tiny import write_target
 from eagle3_lab import seeds
 from eagle3_lab.commands.generate import Speaker
 from eagle3_lab.data.tasks import Task
+<<<<<<< HEAD
 from eagle3_lab.decode.methods import PromptLookup, Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.evaluation.runner import Contestant, Evaluation, _Player, measure
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import TargetChoice
+=======
+from eagle3_lab.decode.law import SamplingLaw
+from eagle3_lab.decode.methods import Method, PromptLookup, Vanilla
+from eagle3_lab.decode.verify import ExactVerifier
+from eagle3_lab.evaluation import Contestant, Evaluation, _Player, measure
+from eagle3_lab.target.adapter import HFTarget
+from eagle3_lab.target.load import TargetChoice
+from eagle3_lab.types import Law
+>>>>>>> h5
 
 LETTERS, TOKENS, PROMPTS = "abcdefgh", 20, 8
 
@@ -58,8 +68,8 @@ def test_the_turns_of_a_prompt_agree_no_more_than_by_chance(flat: HFTarget, tmp_
 def test_no_two_draws_of_an_evaluation_start_from_one_seed_but_those_of_methods_on_one_turn(
     flat: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    laws = {"T1": SamplingLaw(1.0), "again": SamplingLaw(1.0), "cool": SamplingLaw(0.5)}
-    methods = {"pld": PromptLookup(length=2, full=False)}
+    laws: dict[str, Law] = {"T1": SamplingLaw(1.0), "again": SamplingLaw(1.0), "cool": SamplingLaw(0.5)}
+    methods: dict[str, Method] = {"pld": PromptLookup(length=2, full=False)}
     contestants = [Contestant("vanilla", Vanilla(), flat), Contestant("pld", methods["pld"], flat)]
     drawn: dict[str, list[int]] = {}
     whole = _Player._decode
