@@ -14,22 +14,12 @@ from tiny import write_target
 from eagle3_lab import seeds
 from eagle3_lab.commands.generate import Speaker
 from eagle3_lab.data.tasks import Task
-<<<<<<< HEAD
 from eagle3_lab.decode.methods import PromptLookup, Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.evaluation.runner import Contestant, Evaluation, _Player, measure
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import TargetChoice
-=======
-from eagle3_lab.decode.law import SamplingLaw
-from eagle3_lab.decode.methods import Method, PromptLookup, Vanilla
-from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.evaluation import Contestant, Evaluation, _Player, measure
-from eagle3_lab.target.adapter import HFTarget
-from eagle3_lab.target.load import TargetChoice
-from eagle3_lab.types import Law
->>>>>>> h5
 
 LETTERS, TOKENS, PROMPTS = "abcdefgh", 20, 8
 
