@@ -1,4 +1,4 @@
-"""The README is run: its commands are read off it, and its worked example is done step by step."""
+"""README and docs are run: their commands are read from the pages, and the worked example is done step by step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from eagle3_lab.types import Batch, Needs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 
 
 def blocks(language: str) -> list[str]:
     """The fenced blocks of one language, in reading order."""
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", "\n".join(PAGES.values()), flags=re.DOTALL)
 
 
 def commands(program: str) -> list[list[str]]:
@@ -131,7 +132,7 @@ def test_a_new_method_is_trained_and_measured_beside_its_neighbour(
 
 
 def test_the_evaluation_that_the_readme_shows_is_one(tmp_path: Path) -> None:
-    from eagle3_lab import load
+    from eagle3_lab.config import load
     from eagle3_lab.evaluation.runner import Evaluation
 
     (shown,) = (block for block in blocks("yaml") if block.startswith("evaluate:"))
@@ -142,8 +143,15 @@ def test_the_evaluation_that_the_readme_shows_is_one(tmp_path: Path) -> None:
     assert evaluation.methods["eagle"].levels == 8
 
 
-def test_files_and_folders_that_the_readme_names_exist() -> None:
-    named = re.findall(r"`([\w./]+\.(?:md|py|yaml))`", README)
-    assert len(named) > 5
-    for name in named:
-        assert (ROOT / name).is_file() or (ROOT / "eagle3_lab" / name).is_file() or name == "mine.py", name
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
+        assert (page.parent / link).exists(), link
+    # a user's own module, and what a run logs, are no files of the project
+    for name in re.findall(r"`([\w./]+\.(?:md|py|yaml|ipynb))`", PAGES[page]):
+        places = (ROOT / name, ROOT / "eagle3_lab" / name)
+        assert name in ("mine.py", "config.yaml") or any(place.is_file() for place in places), name

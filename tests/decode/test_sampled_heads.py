@@ -14,7 +14,7 @@ from test_eagle_proposer import DEPTH, VOCAB, prompts, trained_head
 from test_head_proposers import HEADS, trained_heads
 from torch import Tensor
 
-from eagle3_lab import load
+from eagle3_lab.config import load
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import Head, HeadTree
 from eagle3_lab.decode.propose.eagle import Eagle

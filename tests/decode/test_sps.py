@@ -432,7 +432,7 @@ def test_no_answer_is_timed_in_which_something_was_recorded(
 
 
 def test_a_yaml_names_them(tmp_path: Path) -> None:
-    from eagle3_lab import load
+    from eagle3_lab.config import load
 
     file = tmp_path / "methods.yaml"
     file.write_text(

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3_lab.config import ConfigError
+from eagle3_lab.config import ConfigError, load
 from eagle3_lab.decode.methods import HeadTree
 from eagle3_lab.decode.tree_growth import Grow, top
 from eagle3_lab.decode.tree_shapes import Chain, DynamicTree, McSim7b63, StaticTree
-from eagle3_lab.experiment import load
 from eagle3_lab.types import Tree
 
 Draft = Callable[[tuple[int, ...]], Tensor]  # path of draft ids below the root -> log-probabilities [Vd]
