@@ -28,6 +28,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
     "export": ("eagle3_lab.commands.export", "export", "write a trained draft LM as a Hugging Face folder"),
+    "ablate": ("eagle3_lab.ablation.ablate", "ablate", "train and measure every cell of an ablation's folder"),
+    "report": ("eagle3_lab.ablation.report", "report", "write an ablation's table and figures into its folder"),
     "bench train": (
         "eagle3_lab.bench.train",
         "bench_train",
@@ -43,7 +45,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
 """Verb -> (module, function, one line of help). The module is imported when the verb begins its work; the function's
 signature is read before (`signature_of`)."""
 
+OF_ABLATIONS = ("ablate", "report")
+"""Verbs whose first argument is an ablation: a folder. Overrides are then for the experiment of every cell."""
+
 USAGE = "python -m eagle3_lab {verb} EXPERIMENT.yaml [--key value ...] [--print_config] [--help]"
+FOLDER_USAGE = "python -m eagle3_lab {verb} FOLDER [--key value ...] [--help]"
 BOOLS = ("true", "false", "yes", "no", "on", "off", "null")
 
 
@@ -150,14 +156,17 @@ def _run(arguments: list[str]) -> None:
     if asks_help:
         _print_verb_help(name, *asks_help[0])
         return
+    if name in OF_ABLATIONS:
+        _run_ablation(name, line)
+        return
     if line.experiment is None:
         raise UserError(f"{name}: no experiment given; write: {USAGE.format(verb=name)}")
     path = config.find_experiment(Path(line.experiment))
     config.read(path)  # a mistake in a file is told before torch is imported, which takes seconds
 
     verb = config.signature_of(*VERBS[name][:2])
-    into = typing.get_type_hints(verb)["experiment"]
-    show, options, overrides = _sort(line, verb)
+    into = _into(name, verb)
+    show, options, overrides = _sort(line, verb, into)
     checked = config.check(config.compose(path, overrides), into, also=list(_option_names(verb)))
     if show:
         print(checked.yaml, end="")
@@ -167,17 +176,47 @@ def _run(arguments: list[str]) -> None:
     _load(name)(experiment, **given)
 
 
+def _run_ablation(name: str, line: Line) -> None:
+    """Run a verb on an ablation's folder; overrides are for the experiment of every cell."""
+    from eagle3_lab import config
+
+    if line.experiment is None and line.pairs and line.pairs[-1][1] is not None:  # `--list FOLDER`
+        key, line.experiment = line.pairs.pop()
+        line.pairs.append((key, None))
+    if line.experiment is None:
+        raise UserError(f"{name}: no folder given; write: {FOLDER_USAGE.format(verb=name)}")
+    folder = Path(line.experiment)
+    if (folder / "ablation.yaml").is_file():
+        config.read(folder / "ablation.yaml")  # a mistake in a file is told before torch is loaded
+    verb = _load(name)
+    from eagle3_lab.ablation.plan import read_ablation
+
+    _, options, overrides = _sort(line, verb, _into(name, verb))
+    given = config.check_options(verb, options)
+    verb(read_ablation(folder, overrides), **given)
+
+
+def _into(name: str, verb: Callable[..., Any]) -> type:
+    """The class whose parameters are the keys that a verb's overrides name."""
+    if name in OF_ABLATIONS:
+        return vars(importlib.import_module("eagle3_lab.experiment"))["Experiment"]
+    return typing.get_type_hints(verb)["experiment"]
+
+
 def _load(name: str) -> Callable[..., Any]:
     module, function, _ = VERBS[name]
     return vars(importlib.import_module(module))[function]
 
 
 def _option_names(verb: Callable[..., Any]) -> list[str]:
-    return [name for name in verb.__annotations__ if name not in ("experiment", "return")]
+    return [name for name in verb.__annotations__ if name not in ("experiment", "ablation", "return")]
 
 
-def _sort(line: Line, verb: Callable[..., Any]) -> tuple[bool, dict[str, str | None], list[tuple[str, str]]]:
-    """Sort a line's pairs into: is the configuration to be shown; the verb's own options; overrides of the YAML."""
+def _sort(
+    line: Line, verb: Callable[..., Any], into: type
+) -> tuple[bool, dict[str, str | None], list[tuple[str, str]]]:
+    """Sort a line's pairs into: is the configuration to be shown; the verb's own options; overrides of the YAML, whose
+    keys are the parameters of ``into``."""
     names = _option_names(verb)
     hints = typing.get_type_hints(verb)
     show = False
@@ -194,7 +233,7 @@ def _sort(line: Line, verb: Callable[..., Any]) -> tuple[bool, dict[str, str | N
                 value = None
             options[name] = value
         elif value is None:
-            known = [*names, *inspect.signature(hints["experiment"]).parameters]
+            known = [*names, *inspect.signature(into).parameters]
             wrong = "needs a value" if key.partition(".")[0] in known else f"no such option{near(name, known)}"
             raise UserError(f"--{key}: {wrong}")
         else:
@@ -212,9 +251,10 @@ def _print_verb_help(name: str, key: str, value: str | None) -> None:
     from eagle3_lab.config.helping import class_help, verb_help
 
     verb = signature_of(*VERBS[name][:2])
-    into = typing.get_type_hints(verb)["experiment"]
+    into = _into(name, verb)
     if key == "help":
-        print(verb_help(verb, into, usage=USAGE.format(verb=name)), end="")
+        usage = FOLDER_USAGE if name in OF_ABLATIONS else USAGE
+        print(verb_help(verb, into, usage=usage.format(verb=name)), end="")
     else:
         print(class_help(into, key=key.removesuffix(".help"), name=value), end="")
 

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("pipeline",),
     ("bench", "commands"),
+    ("ablation",),
     ("__main__",),
 )
 """Rooms by floor: a room imports rooms of lower floors alone."""

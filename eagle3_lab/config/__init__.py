@@ -25,7 +25,7 @@ What is imported from here is stable; the modules below it are not.
 
 from eagle3_lab.config.building import build, load, seed_everything
 from eagle3_lab.config.checking import Config, check, check_options
-from eagle3_lab.config.composing import Composed, compose, parse_overrides
+from eagle3_lab.config.composing import Composed, compose, compose_document, parse_overrides
 from eagle3_lab.config.editing import overlay
 from eagle3_lab.config.reading import Document, find_experiment, read, shipped_experiments
 from eagle3_lab.config.signature import signature_of
@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "check_options",
     "compose",
+    "compose_document",
     "find_experiment",
     "load",
     "overlay",

@@ -86,7 +86,8 @@ def check_options(verb: Callable[..., Any], options: Mapping[str, str | None]) -
 
     Raises: `ConfigError` naming the option.
     """
-    slots = schema.slots(verb, frozenset({"experiment"}))
+    subject = subject_of(verb)
+    slots = schema.slots(verb, subject)
     texts: dict[str, str] = {}
     for name, text in options.items():
         option = f"--{name.replace('_', '-')}"
@@ -100,8 +101,13 @@ def check_options(verb: Callable[..., Any], options: Mapping[str, str | None]) -
     for name, slot in slots.items():
         if slot.required and name not in texts:
             raise ConfigError(f"--{name.replace('_', '-')}: missing")
-    parser = schema.parser_for(verb, frozenset({"experiment"}))
+    parser = schema.parser_for(verb, subject)
     return dict(vars(parser.instantiate(parser.parse_object(dict(texts)))))
+
+
+def subject_of(verb: Callable[..., Any]) -> frozenset[str]:
+    """The first parameter of a verb, an experiment or an ablation: what a file says, and no option."""
+    return frozenset(list(inspect.signature(verb).parameters)[:1])
 
 
 def not_in_yaml(into: type) -> frozenset[str]:

@@ -79,6 +79,15 @@ def compose(
     document = read(path, root=root)
     for patch in patches:
         document = overlay(document, patch)
+    return compose_document(document, path, overrides, root=root)
+
+
+def compose_document(
+    document: Document, path: Path, overrides: Sequence[tuple[str, str]] = (), *, root: Path | None = None
+) -> Composed:
+    """Apply dotted overrides to a document that was read already, such as one cell of an ablation, and resolve what is
+    left. ``path`` is the file it is of. Raises: as `compose`."""
+    root = path.parent if root is None else root
     for key, text in overrides:
         document = override(document, key, text, root=root)
     if not isinstance(document.tree.get("let", {}), dict):

@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from eagle3_lab.config import schema
-from eagle3_lab.config.checking import not_in_yaml
+from eagle3_lab.config.checking import not_in_yaml, subject_of
 from eagle3_lab.config.importing import NoPartError
 from eagle3_lab.config.wording import words
 from eagle3_lab.errors import ConfigError, near
@@ -27,7 +27,7 @@ def verb_help(verb: Callable[..., Any], into: type, *, usage: str) -> str:
     schema.settings()
     parser = ArgumentParser(usage=usage, description=_summary(verb), epilog=EPILOG)
     parser.add_class_arguments(into, skip=set(not_in_yaml(into)))
-    parser.add_function_arguments(verb, skip={"experiment"})
+    parser.add_function_arguments(verb, skip=set(subject_of(verb)))
     return _text(parser)
 
 

@@ -45,6 +45,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("ConversationData", "path", "=documents =training", "the file's bytes; what of them is trained on"),
     ("ConversationData", "max_length over_length held_out limit", "documents =training", "which tokens are trained on"),
     ("ConversationData", "row_length rows_per_batch packed seed", "training", "what an optimizer step holds"),
+    ("ConversationData", "share", "=training", "which conversations train; not which are encoded or kept"),
     (
         "Model",
         "features draft unroll losses step_decay draft_vocab mask edge oov reduction noise",

@@ -21,7 +21,7 @@ from eagle3_lab.data.feature_store.rows import KeptRows, Reading
 from eagle3_lab.data.generation.prepared_file import licences_of, stages_of
 from eagle3_lab.data.overlap import Overlap
 from eagle3_lab.data.packing import PackedRows, RowLoader, RowOrder, pack
-from eagle3_lab.data.parts import NOT_THERE, divide
+from eagle3_lab.data.parts import NOT_THERE, divide, first_share
 from eagle3_lab.data.records import file_hash, locate
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.errors import UserError
@@ -49,12 +49,15 @@ class ConversationData:
         held_out: greedy conversations that validate and never train: a number, a share of the greedy ones, or None:
             all that the file marks ``"split": "held_out"``, else a share of 0.05. 0: no validation.
         limit: train on at most so many conversations, chosen by their ids: a smaller limit's are among a larger one's.
-        seed: of the training order. Neither ``limit``'s choice nor the held-out ones depend on it.
+        share: train on this share of the conversations, the first of one fixed order: a smaller share's are among a
+            larger one's. Features are kept of all of them, so that every share reads one store.
+        seed: of the training order. Neither ``limit``'s and ``share``'s choice nor the held-out ones depend on it.
 
     Attributes, once built:
         train, held_out: the documents, in a fixed order.
         reports: what was kept, shortened and dropped: in reading each file, in training, in holding out.
-        hash: identity of all tokens and masks.
+        hash: identity of all tokens and masks that train or are held out.
+        kept_hash: the same of `all_documents`.
         reading: the store from which batches bring the target's features along; None: they bring none.
     """
 
@@ -62,6 +65,7 @@ class ConversationData:
     held_out: list[Document]
     reports: list[Report]
     hash: str
+    kept_hash: str
     reading: Reading | None
 
     def __init__(
@@ -74,6 +78,7 @@ class ConversationData:
         over_length: OverLength = "cut",
         held_out: int | float | None = None,
         limit: int | None = None,
+        share: float = 1.0,
         seed: int = 0,
     ) -> None:
         if not path.strip():
@@ -88,6 +93,8 @@ class ConversationData:
             raise ValueError(f"held_out must be a number from 0, a share in [0.0, 1.0), or null, got {held_out}")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 or null, got {limit}")
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be within 0 .. 2**63 - 1, got {seed}")
         self.path = path
@@ -98,6 +105,7 @@ class ConversationData:
         self.over_length: OverLength = over_length
         self.wanted = held_out
         self.limit = limit
+        self.share = share
         self.seed = seed
         self.reading = None
 
@@ -134,6 +142,9 @@ class ConversationData:
             parts = make()
         else:
             parts = cache.parts(_decides(files, chat, spec, measured) | rules, [*chain(*found)], make)
+        self._all, self.kept_hash = [*parts.train, *parts.held_out], parts.hash
+        if self.share < 1 and parts.train:
+            parts = first_share(parts, self.share)
         self.train, self.held_out, self.hash, self._counts = parts.train, parts.held_out, parts.hash, parts.counts
         self.reports = [*(report for _, report in read), *parts.reports]
         if not self.train:
@@ -162,8 +173,8 @@ class ConversationData:
             )
 
     def all_documents(self) -> list[Document]:
-        """All of them, in the order of ``hash``."""
-        return [*self.train, *self.held_out]
+        """Those that train at any `share`, then those that are held out: in the order of ``kept_hash``."""
+        return self._all
 
     def way(self) -> list[Report]:
         """What became of the conversations at each stage, from the raw file to what trains and validates; the first
@@ -218,6 +229,11 @@ class ConversationData:
         """One loader of packed held-out rows, in one fixed order; none where nothing is held out."""
         return [self._loader(self.held_out, None, rank, world)] if self.held_out else []
 
+    def held_out_order(self) -> list[int]:
+        """The places in ``held_out`` of the documents in the order in which `val_dataloader` gives them."""
+        order = self._loader(self.held_out, None, 0, 1).order
+        return [i for batch in order.batches(0) for row in batch for i in row]
+
     def _loader(self, found: Sequence[Document], seed: int | None, rank: int, world: int) -> RowLoader:
         order = RowOrder(
             [len(one) if self.packed else self.row_length for one in found],
@@ -232,7 +248,7 @@ class ConversationData:
         rows = PackedRows(found, self.row_length)
         if self.reading is None:
             return RowLoader(rows, order, data)
-        first = 0 if found is self.train else len(self.train)  # as in `all_documents`
+        first = 0 if found is self.train else len(self._all) - len(self.held_out)  # as in `all_documents`
         return RowLoader(KeptRows(rows, self.reading, first), order, data, self.reading.threads)
 
     def _check_ids(self, spec: TargetSpec) -> None:

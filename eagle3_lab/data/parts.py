@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -16,6 +17,7 @@ from eagle3_lab.data.held_out import Candidates, candidates, without
 from eagle3_lab.data.overlap import Overlap, unmeasured
 
 NOT_THERE = "asked for, but not there"
+BEYOND = "beyond data.share"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ def _held_out(
         tried.left_out["beyond data.held_out"] += beyond
     tried.dropped.update(split.unfit)
     return kept, tried
+
+
+def first_share(parts: Parts, share: float) -> Parts:
+    """Return the same parts with the first ``share`` of the conversations that train, at least one. They stand in one
+    fixed order, so the conversations of a smaller share are the first ones of a larger share."""
+    talks = list({id(one.conversation): None for one in parts.train})
+    chosen = set(talks[: max(1, round(share * len(talks)))])
+    train, held = parts.reports
+    left_out = train.left_out + Counter({BEYOND: len(talks) - len(chosen)})
+    train = replace(train, kept=len(chosen), left_out=left_out)
+    return Parts.of([one for one in parts.train if id(one.conversation) in chosen], parts.held_out, (train, held))
 
 
 def _told(some: Iterable[Conversation], on_done: Callable[[int], None]) -> Iterator[Conversation]:

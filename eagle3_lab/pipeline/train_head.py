@@ -77,7 +77,7 @@ def check_features(
     if module.loss.edge == "counted":
         raise UserError("features: model.edge 'counted' is taught by rows past the text, of which no store knows; null")
     found = data.all_documents()
-    contents = features.contents(target, module.needs, found, data.hash)
+    contents = features.contents(target, module.needs, found, data.kept_hash)
     return Making(features.place(contents, cache_folder() / "features"), contents, found)
 
 

@@ -85,18 +85,22 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
+class Busy(UserError):
+    """Another process holds what this one needs."""
+
+
 def hold(lock: Path, busy: str) -> AbstractContextManager[object]:
     """Take a lock, its folder made where it is missing, and let go of it behind the `with` that this is for.
 
     Raises:
-        UserError: ``busy``, where another process holds it.
+        Busy: with the text ``busy``, where another process holds it.
         OSError: it cannot be written.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         return FileLock(lock).acquire(timeout=0)
     except Timeout:
-        raise UserError(busy) from None
+        raise Busy(busy) from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ seconds.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -56,6 +57,7 @@ LONGEST_PARAM = 500
 LONGEST_TAG = 5000
 LONGEST_NAME = 120  # it is a folder's name as well
 KINDS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 shows it as one of prompts and traces
+VIEW_TAG = "mlflow.sharedViewState."
 PER_BATCH = 100  # MLflow takes at most this many parameters in a batch
 METRICS_PER_BATCH = 1000
 
@@ -178,13 +180,33 @@ class Run:
         made = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags or {}) | parent)
         return Run(self._client, self.folder, made.info.run_id)
 
-    def continued_child(self, name: str, tags: Mapping[str, str] | None = None) -> Run:
-        """The run of that name that a killed process already nested below this one, or a new one."""
+    def continued_child(
+        self, name: str, tags: Mapping[str, str] | None = None, known_by: Mapping[str, str] | None = None
+    ) -> Run:
+        """The run of that name, and with the tags ``known_by``, that another process already nested below this one, or
+        a new one with ``tags`` and ``known_by``."""
         below = f"tags.`mlflow.parentRunId` = '{self.id}'"
         for found in self._client.search_runs([self.experiment_id], below):
-            if found.info.run_name == name:
+            if found.info.run_name == name and (known_by or {}).items() <= found.data.tags.items():
+                self._client.update_run(found.info.run_id, status="RUNNING")
                 return Run(self._client, self.folder, found.info.run_id)
-        return self.child(name, tags)
+        return self.child(name, {**(tags or {}), **(known_by or {})})
+
+    def share_view(self, key: str, state: Mapping[str, object]) -> str:
+        """Keep a view of this run's experiment (filter, order, columns) under ``key`` and return the address that opens
+        it, where the UI is served as :func:`ui_command` says. It is what the UI's own button "Share" makes."""
+        with self._writing():
+            self._client.set_experiment_tag(self.experiment_id, f"{VIEW_TAG}{key}", json.dumps(state))
+        return f"http://127.0.0.1:5000/#/experiments/{self.experiment_id}/runs?viewStateShareKey={key}"
+
+    def tags(self) -> dict[str, str]:
+        """The run's tags as they stand in the store."""
+        return dict(self._client.get_run(self.id).data.tags)
+
+    def values(self, metric: str) -> list[float]:
+        """All values of a metric in the order of their steps; of a step that was logged twice the later one."""
+        points = self._client.get_metric_history(self.id, metric)
+        return list({one.step: one.value for one in sorted(points, key=lambda one: (one.step, one.timestamp))}.values())
 
     def hold(self) -> None:
         """Show other processes that this one is at work on the run, until `finish`. A process that is killed outright
@@ -268,6 +290,15 @@ def open_run(tracking: Tracking, run_id: str | None = None, tags: Mapping[str, s
     return run
 
 
+def find_run(tracking: Tracking, tags: Mapping[str, str]) -> str | None:
+    """The id of the newest run of an experiment that has these tags; None where there is none. Raises: as
+    `open_run`."""
+    client, folder = _open_store(tracking.folder)
+    wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    found = client.search_runs([_experiment(client, folder, tracking.experiment)], wanted, max_results=1)
+    return found[0].info.run_id if found else None
+
+
 # ---------------------------------------------------------------------------------------------------------- store
 
 
@@ -294,10 +325,11 @@ def _open_store(folder: Path, run_id: str | None) -> tuple[mlflow.tracking.Mlflo
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"tracking.folder: {folder} cannot be written ({error}); name a folder that can") from None
     except (MlflowException, SQLAlchemyError) as error:  # the second from a disk that is full
-        raise UserError(
-            f"tracking.folder: {folder}/mlflow.db cannot be opened ({_reason(error)}); make room, or name another "
-            "folder"
-        ) from None
+        reason, advice = _reason(error), "make room, or name another folder"
+        if versions := re.search(r"schema \(found version (\w+), but expected (\w+)\)", reason):
+            reason = f"its schema is {versions[1]}, this MLflow's {versions[2]}"
+            advice = "use the MLflow that wrote it, upgrade a copy with `mlflow db upgrade`, or name another folder"
+        raise UserError(f"tracking.folder: {folder}/mlflow.db cannot be opened ({reason}); {advice}") from None
 
 
 def _make_store(folder: Path) -> None:

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from eagle3_lab.evaluation.bootstrap import (
+    Interval,
+    holm,
+    mean_over_seeds,
     mean_ratio_interval,
     mean_speedup_interval,
+    paired_difference,
     ratio_interval,
     ratio_intervals,
     speedup_interval,
@@ -101,3 +105,30 @@ def test_a_task_without_a_ratio_leaves_no_mean() -> None:
     assert math.isnan(mean_ratio_interval([([1.0], [1.0]), ([0.0], [0.0])], seeded()).value)
     with pytest.raises(ValueError, match="at least one task"):
         mean_ratio_interval([], seeded())
+
+
+def test_a_paired_difference_is_that_of_a_hand_example() -> None:
+    """Two prompts, two seeds: with prompt 1, 2 or both drawn the difference of means is known."""
+    ours = [([4, 2], [2, 2]), ([6, 2], [2, 2])]  # ratios of sums over both: 6/4 and 8/4; mean 1.75
+    base = [([2, 2], [2, 2])]  # 1 whatever is drawn
+    found = paired_difference(ours, base, torch.Generator().manual_seed(0))
+    assert found.interval.value == pytest.approx(0.75)
+    assert (found.interval.low, found.interval.high) == (0.0, 1.5)  # prompt 2 twice: 1 - 1; prompt 1 twice: 2.5 - 1
+    assert 0.45 < found.p < 0.55  # a quarter of the resamples is 0, on neither side: twice a quarter
+    same = paired_difference(base, base, torch.Generator().manual_seed(0))
+    assert (same.interval, same.p) == (Interval(0.0, 0.0, 0.0), 1.0)
+
+
+def test_pairing_removes_what_is_hard_for_both() -> None:
+    hard = [10, 40, 20, 80, 15, 60]
+    ours, base = [([h + 1 for h in hard], [10] * 6)], [(hard, [10] * 6)]
+    paired = paired_difference(ours, base, torch.Generator().manual_seed(0)).interval
+    alone = mean_over_seeds(ours, torch.Generator().manual_seed(0))
+    assert paired.low == pytest.approx(0.1) and paired.high == pytest.approx(0.1)
+    assert alone.high - alone.low > 2
+
+
+def test_holms_correction_is_that_of_a_hand_example() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -330,14 +330,18 @@ def test_a_deleted_experiment_costs_one_line(tracking: Tracking) -> None:
         open_run(tracking)
 
 
-def test_a_store_of_another_mlflow_costs_one_line(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = tracking.folder.parent / "older"
+@pytest.mark.parametrize("version", ["451aebb31d03", "ffffffffffff"], ids=["older", "newer"])
+def test_a_store_of_another_mlflow_costs_one_line(tracking: Tracking, version: str) -> None:
+    moved = tracking.folder.parent / "other"
     tracking.folder.rename(moved)
     database = sqlite3.connect(moved / "mlflow.db")
     with database:
-        database.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+        database.execute("UPDATE alembic_version SET version_num = ?", (version,))
     database.close()
-    with pytest.raises(UserError, match=r"^tracking\.folder: .*older/mlflow\.db cannot be opened \(.*schema"):
+    said = (
+        rf"^tracking\.folder: .*other/mlflow\.db cannot be opened \(its schema is {version}, this MLflow's \w+\); use"
+    )
+    with pytest.raises(UserError, match=said):
         open_run(Tracking(moved))
 
 

@@ -1,0 +1,1 @@
+"""Ablations: one file asks a question, its cells are trained and measured, and the results are compared."""
