@@ -194,9 +194,9 @@ class ByServer(Answerer):
                 "'stop' or 'length' is needed"
             )
         cut, tokens = reason == "length", choice.get("token_ids") if isinstance(choice, dict) else None
-        if isinstance(tokens, list) and tokens and all(type(one) is int and one >= 0 for one in tokens):
-            if cut or tokens[-1] in self.end_tokens:
-                return Written(tuple(tokens), cut)
+        whole = isinstance(tokens, list) and tokens and all(type(one) is int and one >= 0 for one in tokens)
+        if isinstance(tokens, list) and whole and (cut or tokens[-1] in self.end_tokens):
+            return Written(tuple(tokens), cut)
         return Written(None, cut, text)  # a server that does not tell which tokens it wrote: its text stands for them
 
     def _asked(self, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
