@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 from tiny import TinyLab
 
 from eagle3_lab import load
@@ -57,12 +58,13 @@ class WeightedCE(SoftCE):
 
 
 def classes(cls: type, found: dict[type, dict[str, schema.Slot]]) -> dict[type, dict[str, schema.Slot]]:
-    """Every class of the package that an experiment's YAML can name, and its options."""
+    """Every class of the package that an experiment's YAML can name, and its options; but for callbacks that `fit` adds
+    itself, which are made of what no YAML holds."""
     if cls not in found:
         found[cls] = schema.slots(cls, not_in_yaml(cls) if cls is Experiment else frozenset())
         for slot in found[cls].values():
             for part in schema.choices(schema.contained_bases(slot.type)):
-                if part.__module__.startswith(f"{PACKAGE}."):
+                if part.__module__.startswith(f"{PACKAGE}.") and not issubclass(part, Callback):
                     classes(part, found)
     return found
 

@@ -92,6 +92,11 @@ class Saver(ModelCheckpoint):
         super().__init__(**options)
         self._whole = WholeSteps()
 
+    @property
+    def state_key(self) -> str:
+        """The name of its state in a checkpoint: not of the interval, which may be another one when training goes on."""
+        return type(self).__name__
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self._whole.batch_begins(trainer)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
