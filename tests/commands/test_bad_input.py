@@ -265,7 +265,7 @@ def test_a_head_of_other_parts_is_refused(finished: tuple[Bench, Ran], bench: Be
     head = finished[0].work() / "draft.ckpt"
     deeper = "{class_path: Eagle3, init_args: {num_layers: 2}}"
     line = refused(bench, "--model.draft", deeper, "--checkpoint-path", str(head), verb="evaluate")
-    assert line.startswith(f"{head}: does not fit Eagle3 (")
+    assert line.startswith(f"{head}: was trained with model.draft.num_layers 1, the experiment has 2; ")
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(finished: tuple[Bench, Ran], bench: Bench, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_other_terms_of_a_source_renew_the_manifest_and_answer_nothing_anew(
 
     place = made("CC0")
     before, manifest = place.read_bytes(), read_manifest(place)
-    monkeypatch.setattr(ByTarget, "_said", None)
+    monkeypatch.setattr(ByTarget, "answer", None)
     assert made("CC BY 4.0") == place
     assert place.read_bytes() == before
     assert read_manifest(place) == manifest | {"licences": {"asked": "CC BY 4.0"}}
