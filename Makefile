@@ -14,11 +14,14 @@ help:  ## show this list
 quickstart: $(INSTALLED)  ## install, then train and measure a small EAGLE-3 head on this machine
 	$(RUN) eagle3_lab fit experiments/quickstart.yaml
 
-test: $(INSTALLED)  ## the quick tests: 10 minutes at most, no accelerator
-	$(RUN) pytest -m "not slow and not gpu"
+# Two processes of one thread each: threads that wait for one another at every product must not share cores.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(RUN) pytest --numprocesses 2 --dist loadfile --durations 10
+
+test: $(INSTALLED)  ## the quick tests, no accelerator
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(INSTALLED)  ## all tests but those for an accelerator: what CI runs
-	$(RUN) pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 check: $(INSTALLED)  ## format, lint, types
 	$(RUN) ruff format --check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import TinyLab
@@ -58,6 +59,18 @@ def _private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Nothing a test writes lands in the checkout or in the user's cache, unless the test asks for it."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand this process's counts to the process that started it, where tests run in several."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["golden"] = dict(_GOLDEN)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:  # a WorkerController of pytest-xdist
+    for name, count in getattr(node, "workeroutput", {}).get("golden", {}).items():
+        _GOLDEN[name] += count
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
