@@ -101,7 +101,7 @@ def _n_alpha(rows: Sequence[Row]) -> Figure:
             ends.append((float(values[-1][0]), values[-1][1].value, row.label, COLOURS[k % len(COLOURS)]))
     _name_ends(axes, ends)
     axes.set(xlabel="n (drafts of the round accepted before)", ylabel="n-alpha (all anchors, 95 % intervals)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(max((len(row.n_alpha[ALL]) for row in rows), default=1)))
     return figure
 
 

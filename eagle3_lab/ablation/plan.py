@@ -181,6 +181,11 @@ def _cells(
     if document.tree.get("shared") is not None:
         start = overlay(start, document.at("shared"))
     lines = {key: value for key, value in own.tree.items() if key not in OWN}
+    data = lines.get("data")
+    for key, given in (("seed", lines), ("data.seed", data), ("data.share", data)):
+        if isinstance(given, dict) and key.rpartition(".")[2] in given:
+            place = locate(own.where, key, otherwise=label(path))
+            raise ConfigError(f"{place}cells.{name}.{key}: is set from the ablation's seeds and scales; write those")
     start = overlay(start, Document(lines, own.where))
     largest = _largest(document)
     found: list[Cell] = []

@@ -21,7 +21,7 @@ ABLATION, CELL, KEY, LOGGED = "ablation", "cell", "cell_key", "result"
 
 VIEW = "cells"
 
-COLUMNS = ("tau", "tau_low", "tau_high", "tau_all", "n_alpha_0", "n_alpha_1", "n_alpha_2", "val_loss")
+COLUMNS = ("tau", "tau_low", "tau_high", "tau_all", "n_alpha_0")
 """Metrics that the view of the cells has as columns."""
 
 

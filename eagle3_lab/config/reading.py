@@ -74,8 +74,8 @@ def read(path: Path, *, root: Path | None = None) -> Document:
     """Read a YAML file and replace every text that ends in `.yaml` by the content of the file it names, but under the
     keys of NAMING.
 
-    A reference is looked for beside the file that names it, then in `root` (default: the folder of `path`), then in
-    the parents of `root` up to one called `experiments`.
+    A reference is looked for beside the file that names it and in that folder's parents up to one called `experiments`,
+    then likewise in `root` (default: the folder of `path`) and its parents.
 
     Raises: `ConfigError` for a file that is missing, is no YAML, holds no mapping or includes itself, for keys that
     are no text, duplicate keys, tabs, and malformed `${...}`.
@@ -232,9 +232,8 @@ class _Reader:
         place = f"--{key}: " if file is None else locate(self.where, key) + f"{plain_key(key)}: "
         if "${" in name:
             raise ConfigError(f"{place}a file reference holds no interpolation, got {name!r}")
-        parents = [self.root, *self.root.resolve().parents]
-        stop = next((i for i, folder in enumerate(parents) if folder.resolve().name == "experiments"), 0)
-        folders = [Path() if file is None else file.parent, *parents[: stop + 1]]
+        folders = [Path()] if file is None else _up_to_experiments(file.parent)
+        folders += _up_to_experiments(self.root)
         for folder in folders:
             if is_file(folder / name):
                 return folder / name
@@ -292,6 +291,13 @@ class _Reader:
             for index, item in enumerate(node.value):
                 self.where[plain_key(join(key, index))] = f"{file}:{item.start_mark.line + 1}"
                 self._mark(item, file, join(key, index))
+
+
+def _up_to_experiments(folder: Path) -> list[Path]:
+    """A folder and its parents up to one called `experiments`; itself alone where none is."""
+    parents = [folder, *folder.resolve().parents]
+    stop = next((i for i, one in enumerate(parents) if one.resolve().name == "experiments"), 0)
+    return parents[: stop + 1]
 
 
 def _text(path: Path) -> str:

@@ -28,7 +28,7 @@ figures: [speedup]
 @pytest.fixture
 def decoded(done: Toy, tmp_path: Path) -> Toy:
     """The finished ablation with a decode section, in a folder of its own; its heads are in the same store."""
-    toy = Toy(tmp_path / "ablations" / "depth", done.runs)
+    toy = Toy(tmp_path / "decoded" / "depth", done.runs)
     shutil.copytree(done.folder, toy.folder)
     toy.change("figures: [tau, n_alpha]\n", DECODE)
     return toy

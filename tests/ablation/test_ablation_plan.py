@@ -111,7 +111,12 @@ def test_the_conversations_of_a_scale_are_within_the_next_ones(toy: Toy) -> None
     ("old", "new", "line"),
     [
         ("{unroll: {depth: 1}}", "{unrol: {depth: 1}}", "model.unrol: unknown key; did you mean 'unroll'?"),
-        ("deep: {}", "deep: {seed: 0}", "cells.flat"),
+        ("deep: {}", "deep: {seed: 0}", "cells.deep.seed: is set from the ablation's seeds and scales; write those"),
+        (
+            "deep: {}",
+            "deep: {data: {share: 0.5}}",
+            "cells.deep.data.share: is set from the ablation's seeds and scales",
+        ),
         (
             "{model: {unroll: {depth: 1}}}",
             "{model: {unroll: {depth: 2}}}",
@@ -139,9 +144,6 @@ def test_the_conversations_of_a_scale_are_within_the_next_ones(toy: Toy) -> None
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(toy: Toy, old: str, new: str, line: str) -> None:
-    if line == "cells.flat":
-        toy.change("{model: {unroll: {depth: 1}}}", "{seed: 1}")  # the seed is the ablation's own
-        line = "is the same configuration as deep-0"
     toy.change(old, new)
     ran = toy.run("ablate", "--list")
     assert (ran.code, ran.out) == (2, "")
