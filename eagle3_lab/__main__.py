@@ -27,7 +27,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("eagle3_lab.commands.evaluate", "evaluate", "measure acceptance, length and speed by decoding"),
     "ui": ("eagle3_lab.commands.ui", "ui", "look at the runs in the browser"),
     "generate": ("eagle3_lab.commands.generate", "generate", "answer a prompt, or chat, and show accepted drafts"),
-    "export": ("eagle3_lab.commands.export", "export", "write a trained draft LM as a Hugging Face folder"),
+    "export": ("eagle3_lab.commands.export", "export", "write a trained head as a folder that vLLM and SGLang load"),
     "ablate": ("eagle3_lab.ablation.ablate", "ablate", "train and measure every cell of an ablation's folder"),
     "report": ("eagle3_lab.ablation.report", "report", "write an ablation's table and figures into its folder"),
     "bench train": (

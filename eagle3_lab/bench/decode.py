@@ -23,7 +23,7 @@ from eagle3_lab.evaluation.runner import VANILLA, Evaluation
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.interfaces import Law
 from eagle3_lab.pipeline import inputs, measure, train_head
-from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.pipeline.run_folder import Work, find_head
 from eagle3_lab.pipeline.trained_heads import Heads, gather, require_model
 from eagle3_lab.system.files import require_place, write_text
 from eagle3_lab.system.progress import stage
@@ -108,10 +108,14 @@ def bench_decode(
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[Head, str]:
     """The experiment's own head and what to say of it."""
     data, model, *_ = experiment.require_training("bench decode")
-    found = Work.of(experiment, target, data).draft if path is None else path
+    place = None if path is None else find_head(str(path), experiment, target)
+    found = Work.of(experiment, target, data).draft if place is None else place.path
     module = train_head.build_module(experiment, target, data)
-    if path is not None or found.is_file():
-        size = model.vocabulary_size(target.spec)
+    size = model.vocabulary_size(target.spec)
+    if place is not None:
+        place.load(target, module.source, module.draft, draft_vocab=size)
+        said = place.place
+    elif found.is_file():
         checkpoint.restore(found, target, module.source, module.draft, draft_vocab=size)
         said = str(found)
     elif model.public is not None:

@@ -14,7 +14,7 @@ from eagle3_lab.evaluation.results import ClosingTable
 from eagle3_lab.evaluation.table import as_json, as_text
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.pipeline import inputs, measure, train_head
-from eagle3_lab.pipeline.run_folder import Work, require_writable
+from eagle3_lab.pipeline.run_folder import Work, beginning, find_head, require_writable
 from eagle3_lab.pipeline.trained_heads import gather, require_model
 from eagle3_lab.system.files import require_place, write_text
 from eagle3_lab.target_model.hf_target import HFTarget
@@ -98,16 +98,21 @@ def _trained(
     if experiment.model is None:
         return None, None
     assert data is not None
-    path = Work.of(experiment, target, data).draft if given is None else given
+    place = None if given is None else find_head(str(given), experiment, target)
+    path = Work.of(experiment, target, data).draft if place is None else place.path
     public = None if given is not None or path.is_file() else experiment.model.public
     if given is None and not path.is_file() and public is None:
         raise UserError(f"{path}: this experiment has no trained head yet; run `fit`, or give --checkpoint-path")
     module = train_head.build_module(experiment, target, data)
-    if public is None:
-        size = experiment.model.vocabulary_size(target.spec)
+    size = experiment.model.vocabulary_size(target.spec)
+    if place is not None:
+        place.load(target, module.source, module.draft, draft_vocab=size)
+    elif public is None:
         checkpoint.restore(path, target, module.source, module.draft, draft_vocab=size)
     else:
-        path = Path(public)  # `build_module` has read it
+        start = beginning(experiment, target)  # `build_module` has read it
+        assert start is not None
+        path = start.path
     return path, module.to(target.device).eval()
 
 

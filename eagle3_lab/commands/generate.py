@@ -20,10 +20,9 @@ from eagle3_lab.errors import UserError, near
 from eagle3_lab.evaluation.metrics import pooled_tau
 from eagle3_lab.evaluation.runner import VANILLA
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.formats import official
 from eagle3_lab.interfaces import Law, Proposer, Verifier
 from eagle3_lab.pipeline import inputs
-from eagle3_lab.pipeline.run_folder import DRAFT, Work
+from eagle3_lab.pipeline.run_folder import DRAFT, Work, beginning, find_head
 from eagle3_lab.pipeline.trained_heads import gather
 from eagle3_lab.system.files import is_file
 from eagle3_lab.system.progress import duration, rate
@@ -232,15 +231,17 @@ def _require_some_head(experiment: Experiment) -> None:
 def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> Head:
     assert experiment.model is not None and experiment.data is not None
     model = experiment.model
-    source, draft, public = model.features, model.draft, model.public
-    if path is None:
+    source, draft, public, size = model.features, model.draft, model.public, model.vocabulary_size(target.spec)
+    if path is not None:
+        find_head(str(path), experiment, target).load(target, source, draft, draft_vocab=size)
+    else:
         path = Work.of(experiment, target, inputs.build_data(experiment, target, answer=False)).draft
         if not path.is_file() and public is None:
             raise _no_head(path)
-    if is_file(path) or public is None:
-        checkpoint.restore(path, target, source, draft, draft_vocab=model.vocabulary_size(target.spec))
-    else:
-        official.load(official.read(public), target, source, draft)
+        if is_file(path):
+            checkpoint.restore(path, target, source, draft, draft_vocab=size)
+        elif (start := beginning(experiment, target)) is not None:
+            start.load(target, source, draft, draft_vocab=size)
     return Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)
 
 

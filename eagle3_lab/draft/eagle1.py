@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eagle3_lab.draft.llama import Body, DecoderLayer, SelfAttention
 from eagle3_lab.draft.vocab import DraftVocab
 from eagle3_lab.interfaces import Context, DraftModel, FrozenTarget
-from eagle3_lab.types import Carry, DraftOut, Rows
+from eagle3_lab.types import Carry, DraftOut, Rotary, Rows
 
 
 class Eagle1(DraftModel):
@@ -98,6 +98,11 @@ class Eagle1(DraftModel):
     @property
     def num_layers(self) -> int:
         return self.body.num_layers
+
+    @property
+    def rotary(self) -> Rotary:
+        """What turns its queries and keys, once built."""
+        return self._angles.rotary
 
     def options(self) -> dict[str, object]:
         return self._body.options() | {"bias": self.bias}

@@ -54,18 +54,18 @@ def nested_list(layers: Layers, num_layers: int, family: str) -> Layers | None:
     return None
 
 
-def layer_fields(place: object, layers: Layers, num_layers: int, family: str) -> dict[str, Any]:
+def layer_fields(layers: Layers, num_layers: int, family: str) -> dict[str, Any]:
     """Return the fields from which vLLM and SGLang both read ``layers``; none where they are the default.
 
     Raises:
-        UserError: layers that SGLang cannot be given for such a target.
+        ValueError: layers that SGLang cannot be given for such a target.
     """
     if layers == default_layers(num_layers):
         return {}
     nested = nested_list(layers, num_layers, family)
     if nested is None:
-        raise UserError(
-            f"{place}: SGLang reads no list of layer ids as {list(layers)} for a target of the family {family}; export "
+        raise ValueError(
+            f"SGLang reads no list of layer ids as {list(layers)} for a target of the family {family}; export "
             "with --to vllm or --to speculators"
         )
     return {

@@ -32,7 +32,7 @@ from eagle3_lab.evaluation.results import (
 )
 from eagle3_lab.evaluation.runner import MEAN, VANILLA, Contestant, Evaluation, check, measure, questions
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.formats import official
+from eagle3_lab.formats import loading
 from eagle3_lab.pipeline.run_folder import identity
 from eagle3_lab.pipeline.trained_heads import Heads
 from eagle3_lab.system.progress import stage
@@ -103,7 +103,7 @@ def evaluation_contents(
 
 def _identity(head: Path) -> str:
     """Of a trained head's file, or of a public one's folder or hub id."""
-    return checkpoint.content_hash(head) if head.is_file() else official.content_hash(str(head))
+    return checkpoint.content_hash(head) if head.is_file() else loading.content_hash(str(head))
 
 
 def decode_methods(

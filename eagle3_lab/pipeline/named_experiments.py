@@ -42,6 +42,15 @@ def read_named(name: str, asker: Experiment, chain: Sequence[Path] = ()) -> tupl
     return file, experiment
 
 
+def names_experiment(name: str, asker: Experiment) -> bool:
+    """Return whether an experiment of this name is found, as `read_named` looks for it."""
+    try:
+        _find(name, file_of(asker))
+    except UserError:
+        return False
+    return True
+
+
 def in_store(experiment: Experiment, folder: Path) -> Experiment:
     """The same experiment with its runs in ``folder``."""
     found = replace(experiment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +20,25 @@ from eagle3_lab.config.reading import brief, label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import BY_CONTENT, BY_VALUE, Experiment
-from eagle3_lab.formats import official
+from eagle3_lab.formats.files import find_files
 from eagle3_lab.pipeline import inputs
-from eagle3_lab.pipeline.named_experiments import at, file_of, in_store, read_named
+from eagle3_lab.pipeline.head_references import HeadPlace, find_place
+from eagle3_lab.pipeline.named_experiments import at, file_of, in_store, names_experiment, read_named
 from eagle3_lab.system import distributed
-from eagle3_lab.system.files import bytes_text, hold, local_path, read_object, remove_leftovers, write_text
+from eagle3_lab.system.files import (
+    bytes_text,
+    hold,
+    is_file,
+    is_folder,
+    local_path,
+    read_object,
+    remove_leftovers,
+    write_text,
+)
 from eagle3_lab.target_model.hf_target import HFTarget
-from eagle3_lab.training import checkpoint
 
 CHECKPOINT = ".ckpt"
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(/[\w.-]+\.(bin|pt|safetensors))?$")
 LAST, DRAFT, STATE, PRODUCTS, LOCK = "last.ckpt", "draft.ckpt", "state.json", "products.json", "lock"
 DECIDES = "decides.json"
 CONTENTS = "contents"
@@ -52,11 +63,12 @@ class Work:
     def of(experiment: Experiment, target: HFTarget, data: ConversationData, chain: Sequence[Path] = ()) -> Work:
         """``chain``: files of experiments that named this one. Raises UserError as `beginning`."""
         assert experiment.model is not None
-        start, public = beginning(experiment, target, chain), experiment.model.public
+        start = beginning(experiment, target, chain)
         contents = {f"target's {name}": str(value) for name, value in identity(target).items()}
         contents["data's conversations"] = f"{data.hash}, {len(data.train)} documents to train on"
-        contents["model.start's head"] = "none" if start is None else checkpoint.content_hash(start)
-        contents["model.public's head"] = "none" if public is None else official.content_hash(public)
+        begun, public = "none" if start is None else start.content_hash(), experiment.model.public is not None
+        contents["model.start's head"] = "none" if public else begun
+        contents["model.public's head"] = begun if public else "none"
         key = experiment.training_key(contents)
         folder = experiment.tracking.folder / "work" / f"{experiment.name}-{key}"
         return Work(folder, key, {**experiment.training_options(), CONTENTS: contents})
@@ -163,20 +175,49 @@ def identity(target: HFTarget) -> dict[str, object]:
     }
 
 
-def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> Path | None:
-    """The file of the head that a training goes on from: ``model.start`` itself, or what the experiment of that name
-    trained. ``chain``: files that led here. Raises UserError where there is none."""
+def beginning(experiment: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> HeadPlace | None:
+    """The head that a training goes on from, as ``model.start`` or ``model.public`` names it. ``chain``: files that led
+    here. Raises UserError where there is none."""
     assert experiment.model is not None
-    start = experiment.model.start
-    if start is None:
+    start, public = experiment.model.start, experiment.model.public
+    key, reference = ("model.public", public) if start is None else ("model.start", str(start))
+    if reference is None:
         return None
     own = file_of(experiment)
     try:
-        if start.suffix == CHECKPOINT:
-            return local_path(str(start))
-        return trained_by(str(start), experiment, target, (*chain, *([] if own is None else [own])))[0]
+        return find_head(reference, experiment, target, (*chain, *([] if own is None else [own])))
     except UserError as error:
-        raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
+        raise UserError(f"{at(experiment, key)}: {error}") from None
+
+
+def find_head(reference: str, asker: Experiment, target: HFTarget, chain: Sequence[Path] = ()) -> HeadPlace:
+    """The head that ``reference`` names: a run's, a checkpoint, a folder or hub id in any format, or what the
+    experiment of that name trained. ``chain``: files of experiments that led here.
+
+    Raises:
+        UserError: what `find_place` and `trained_by` refuse, or a name that is none of these.
+    """
+    if reference.endswith(CHECKPOINT) and not is_file(local_path(reference)):
+        raise UserError(f"checkpoint: no file {local_path(reference)}; train one with `fit`")
+    place = find_place(reference, asker.tracking.folder)
+    if place is not None and not (is_folder(local_path(reference)) and names_experiment(reference, asker)):
+        return place
+    if place is not None:
+        raise UserError(f"{reference}: is a head's folder and an experiment's name; write one of them in full")
+    named = names_experiment(reference, asker)
+    if not named and reference.startswith(("/", ".", "~")):
+        raise UserError(f"no file or folder {reference}; name a run, a checkpoint, a folder, an experiment or a hub id")
+    if named or not HUB_ID.match(reference):
+        path, trained = trained_by(reference, asker, target, chain)
+        return HeadPlace(str(path), True, trained)
+    try:
+        find_files(reference)
+    except UserError:
+        try:
+            trained_by(reference, asker, target, chain)
+        except UserError as error:
+            raise UserError(f"{error}; nor is a head's folder or a repository of the hub called so") from None
+    return HeadPlace(reference, ours=False)
 
 
 class NotTrained(UserError):

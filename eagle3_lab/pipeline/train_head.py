@@ -22,7 +22,6 @@ from eagle3_lab.data.module import ConversationData
 from eagle3_lab.draft.vocab import choose
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.formats import official
 from eagle3_lab.pipeline.named_experiments import at
 from eagle3_lab.pipeline.run_folder import Work, beginning, require_room
 from eagle3_lab.system import distributed
@@ -129,14 +128,12 @@ def _begin(experiment: Experiment, target: HFTarget, data: ConversationData) -> 
     """Build the model's parts, with the weights they begin with."""
     model = experiment.model
     assert model is not None
-    if model.public is not None:
-        official.load(official.read(model.public), target, model.features, model.draft)
-    elif (start := beginning(experiment, target)) is not None:
+    if (start := beginning(experiment, target)) is not None:
         try:
-            size = model.vocabulary_size(target.spec)
-            checkpoint.restore(start, target, model.features, model.draft, draft_vocab=size)
+            start.load(target, model.features, model.draft, draft_vocab=model.vocabulary_size(target.spec))
         except UserError as error:
-            raise UserError(f"{at(experiment, 'model.start')}: {error}") from None
+            key = "model.public" if model.start is None else "model.start"
+            raise UserError(f"{at(experiment, key)}: {error}") from None
     else:
         width = model.features.build(target)
         model.draft.build(target, width, draft_vocabulary(experiment, target, data).to(target.device))

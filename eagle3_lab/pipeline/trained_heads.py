@@ -12,9 +12,8 @@ from eagle3_lab.decode.methods import Head, Method
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.pipeline.named_experiments import at, file_of
-from eagle3_lab.pipeline.run_folder import NotTrained, trained_by
+from eagle3_lab.pipeline.run_folder import NotTrained, find_head
 from eagle3_lab.target_model.hf_target import HFTarget
-from eagle3_lab.training import checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,10 @@ def require_model(experiment: Experiment, checkpoint_path: Path | None) -> None:
 
 
 def _named(name: str, experiment: Experiment, target: HFTarget, chain: list[Path]) -> NamedHead:
-    path, trained = trained_by(name, experiment, target, chain)
-    assert trained.model is not None
-    source, draft = trained.model.features, trained.model.draft
-    checkpoint.restore(path, target, source, draft, draft_vocab=trained.model.vocabulary_size(target.spec))
+    place = find_head(name, experiment, target, chain)
+    source, draft = place.loaded(target, experiment)
     head = Head(source.to(target.device).eval(), draft.to(target.device).eval(), target.record)
-    return NamedHead(head, path, checkpoint.content_hash(path))
+    return NamedHead(head, place.path, place.content_hash())
 
 
 def _missing(found: list[NotTrained], experiment: Experiment) -> UserError:

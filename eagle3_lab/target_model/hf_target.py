@@ -84,6 +84,16 @@ class HFTarget(Target):
         assert self._tokenizer is not None, "this target was made without a tokenizer"
         return self._tokenizer
 
+    @property
+    def family(self) -> str:
+        """The ``model_type`` of the language model's configuration."""
+        return self._config.model_type
+
+    @property
+    def source(self) -> str:
+        """Where other programs load this target from: the folder or hub id that transformers read it from."""
+        return self.model.name_or_path or self.spec.name
+
     # ---- as the draft sees it
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows Dt"]:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from filelock import FileLock, Timeout
 
@@ -297,6 +299,22 @@ def find_run(tracking: Tracking, tags: Mapping[str, str]) -> str | None:
     wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
     found = client.search_runs([_experiment(client, folder, tracking.experiment)], wanted, max_results=1)
     return found[0].info.run_id if found else None
+
+
+def run_files(folder: Path, run_id: str) -> Path:
+    """Return the folder of the files that a run of the store in ``folder`` logged.
+
+    Raises: UserError where there is no such store or run.
+    """
+    from mlflow.exceptions import MlflowException
+
+    if not (folder / "mlflow.db").is_file():
+        raise UserError(f"{folder}: no runs here yet (no mlflow.db)")
+    client, _ = _open_store(folder)
+    try:
+        return Path(url2pathname(urlsplit(client.get_run(run_id).info.artifact_uri).path))
+    except MlflowException:
+        raise UserError(f"{folder}: no run {run_id!r} in this store") from None
 
 
 # ---------------------------------------------------------------------------------------------------------- store

@@ -98,7 +98,8 @@ def test_an_exported_draft_is_a_model_that_any_engine_reads(finished: tuple[Benc
     assert torch.equal(whole.generate(ids, assistant_model=draft, **plain), whole.generate(ids, **plain))
 
     again = bench.run("export", str(tmp_path / "draft"))
-    assert (again.code, again.complaints) == (2, [f"{tmp_path / 'draft'}: is there already; name a new folder"])
+    (line,) = again.complaints
+    assert (again.code, line) == (2, f"{tmp_path / 'draft'}: is there already; remove it, or name another folder")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +124,10 @@ def test_what_does_not_fit_is_one_line(words: tuple[str, str], told: str, tiny: 
 
 
 def test_a_head_is_no_language_model(bench: Bench) -> None:
-    ran = bench.run("export", "anywhere")
-    assert (ran.code, ran.complaints) == (
-        2,
-        ["export: Eagle3 reads its target's features and is no model by itself"],
-    )
     (line,) = bench.run("fit", "--evaluate.methods.chain", "DraftLM").complaints
     assert line.endswith("that this experiment trained, which trained Eagle3; name a model, or use HeadTree")
+
+
+def test_a_draft_language_model_has_one_layout(finished: tuple[Bench, Ran], tmp_path: Path) -> None:
+    (line,) = finished[0].run("export", str(tmp_path / "draft"), "--to", "vllm").complaints
+    assert line == "export: FirstLayers is a model by itself, in transformers' layout; leave out --to"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from test_evaluate import counters
 from tiny import HIDDEN, LAYERS, VOCAB, TinyLab
 from tiny_runs import PROGRESS, Bench, Ran
@@ -17,8 +18,11 @@ from tiny_runs import PROGRESS, Bench, Ran
 from eagle3_lab import load
 from eagle3_lab.__main__ import main
 from eagle3_lab.bench.decode import _head
-from eagle3_lab.formats.write_official import write
+from eagle3_lab.formats import loading
+from eagle3_lab.formats.description import describe
+from eagle3_lab.formats.writing import write
 from eagle3_lab.pipeline import inputs
+from eagle3_lab.pipeline.run_folder import find_head
 from eagle3_lab.training import checkpoint
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "evaluate"
@@ -31,7 +35,7 @@ def published(finished: tuple[Bench, Ran], tmp_path: Path) -> Path:
     experiment = load(str(finished[0].yaml))
     target, model = experiment.target.load(), experiment.model
     checkpoint.restore(finished[0].work() / "draft.ckpt", target, model.features, model.draft)
-    write(tmp_path / "head", target, model.features, model.draft)
+    write(tmp_path / "head", describe(target, model.features, model.draft), target)
     return tmp_path / "head"
 
 
@@ -46,6 +50,35 @@ def test_a_trained_head_measures_the_same_as_a_public_one(
     ran = bench.run("generate", "ab", "--model.public", str(published), "--max-new-tokens", "6")
     assert ran.code == 0
     assert "tau" in ran.err
+
+
+@pytest.mark.parametrize("to", ["engines", "speculators"])
+def test_a_trained_head_is_exported_by_a_command_line(
+    finished: tuple[Bench, Ran], bench: Bench, tiny: TinyLab, tmp_path: Path, to: str
+) -> None:
+    ran = finished[0].run("export", str(tmp_path / "out"), "--to", to, "--dtype", "bfloat16")
+    (line,) = ran.complaints
+    assert (ran.code, ran.out, line) == (0, "", f"{tmp_path}/out: EAGLE-3 head for {tiny.target}, format {to}")
+    trained = checkpoint.read(finished[0].work() / "draft.ckpt")["state_dict"]
+    head = loading.read(str(tmp_path / "out"))
+    assert torch.equal(head.tensors["fc.weight"], trained["source.fc.weight"].to(torch.bfloat16))
+    header, card = (tmp_path / "out" / "README.md").read_text().removeprefix("---\n").split("---\n", 1)
+    assert yaml.safe_load(header)["base_model"] == str(tiny.target)
+    rows = [line for line in card.splitlines() if line.startswith(("| chain |", "| static |", "| dynamic |"))]
+    table = {row["name"]: row for row in json.loads(finished[0].yaml.with_name("table.json").read_text())["methods"]}
+    for row in rows:
+        assert f"| {table[row.split()[1]]['tau']['value']:.2f} [" in row
+    assert len(rows) == 3
+    assert "conversations.jsonl" in card and "vllm" in card and "depth: 3" in card
+    for words, message in (
+        ((), f"{tmp_path}/out: is there already; remove it, or name another folder"),
+        (("--to", "vlm"), "--to: expected "),
+    ):
+        (line,) = finished[0].run("export", str(tmp_path / "out"), *words).complaints
+        assert line.startswith(message)
+    ran = bench.run("export", str(tmp_path / "untrained"))
+    assert ran.code == 2 and "train one with `fit`" in ran.err
+    assert not (tmp_path / "untrained").exists()
 
 
 def test_a_bench_measures_the_public_head_and_says_so(
@@ -73,7 +106,7 @@ def test_two_beginnings_a_missing_head_and_other_parts_cost_one_line_each(bench:
     head = str(published)
     for words, fault in (
         (("--model.public", head, "--model.start", "x.ckpt"), "model.start is x.ckpt and model.public"),
-        (("--model.public", f"{head}/none"), "model.public: no file"),
+        (("--model.public", f"{head}/none"), "model.public: no file or folder"),
         (
             ("--model.public", head, "--model.features.layers", "[0, 1, 2]"),
             "reads hidden states [1, 2, 3]",
@@ -124,7 +157,7 @@ def stand_in(folder: Path) -> Path:
     folder.mkdir()
     torch.save(tensors | {"d2t": torch.zeros(64, dtype=torch.long), "t2d": t2d}, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return folder / "pytorch_model.bin"
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -167,3 +200,31 @@ def test_there_is_a_known_answer_for_each_of_two_targets() -> None:
             "alpaca",
             "cnn_dm",
         ]
+
+
+# ---- heads by any name
+
+
+def test_a_head_is_found_by_its_run_its_file_its_folder_or_its_format(
+    finished: tuple[Bench, Ran], bench: Bench, published: Path
+) -> None:
+    work = finished[0].work()
+    run_id = json.loads((work / "state.json").read_text())["run_id"]
+    experiment = load(str(finished[0].yaml))
+    target = inputs.load_target(experiment)
+    trained = checkpoint.read(work / "draft.ckpt")["state_dict"]
+    for reference in (f"mlflow:{run_id}", str(work / "draft.ckpt"), str(work), str(published)):
+        place = find_head(reference, experiment, target)
+        source, draft = place.loaded(target, experiment)
+        assert torch.equal(source.state_dict()["fc.weight"], trained["source.fc.weight"]), reference
+        assert torch.equal(draft.state_dict()["lm_head.weight"], trained["draft.lm_head.weight"]), reference
+    method = f"{{class_path: HeadTree, init_args: {{grow: McSim7b63, head: {published}}}}}"
+    words = ("--evaluate.methods", f"{{static: {method}}}", "--evaluate.tasks.0.limit", "2")
+    ran = finished[0].run("evaluate", "--checkpoint-path", str(published), *words)
+    assert (ran.code, ran.complaints) == (0, [])
+    for reference, message in (
+        ("mlflow:none", "no run 'none' in this store"),
+        (str(work / "other"), f"no file or folder {work / 'other'}"),
+    ):
+        (line,) = finished[0].run("evaluate", "--checkpoint-path", reference).complaints
+        assert message in line

@@ -33,18 +33,18 @@ def test_the_nested_list_is_written_so_that_sglang_reads_the_layers(
     assert nested_list(layers, BLOCKS, family) == written
     if written is not None:
         assert sglang_reading(written, BLOCKS, family) == layers
-        config = layer_fields("OUT", layers, BLOCKS, family)
+        config = layer_fields(layers, BLOCKS, family)
         assert config[LIST] == list(layers), "what vLLM reads"
         assert layers_of(config, (5,), BLOCKS, family) == layers
 
 
 def test_layers_that_sglang_cannot_be_given_are_refused() -> None:
-    with pytest.raises(UserError, match=r"OUT: SGLang reads no list .* \[1, 10, 20\] .* deepseek_v3; export with --to"):
-        layer_fields("OUT", (1, 10, 20), BLOCKS, "deepseek_v3")
+    with pytest.raises(ValueError, match=r"SGLang reads no list .* \[1, 10, 20\] .* deepseek_v3; export with --to"):
+        layer_fields((1, 10, 20), BLOCKS, "deepseek_v3")
 
 
 def test_default_layers_are_not_listed() -> None:
-    assert layer_fields("OUT", default_layers(BLOCKS), BLOCKS, "llama") == {}
+    assert layer_fields(default_layers(BLOCKS), BLOCKS, "llama") == {}
     assert layers_of({}, (5,), BLOCKS, "llama") == (2, 15, 27)
 
 

@@ -21,8 +21,9 @@ from eagle3_lab.draft.eagle1 import Eagle1
 from eagle3_lab.draft.eagle3 import Eagle3
 from eagle3_lab.draft.features import FusedFeature, TopFeature
 from eagle3_lab.errors import UserError
-from eagle3_lab.formats import official
-from eagle3_lab.formats.write_official import write
+from eagle3_lab.formats import files, loading
+from eagle3_lab.formats.description import describe as described
+from eagle3_lab.formats.writing import write as write_head
 from eagle3_lab.interfaces import FeatureSource
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import describe
@@ -77,20 +78,24 @@ def stand_in(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     return tensors | {"d2t": ids - torch.arange(KEPT), "t2d": t2d}
 
 
-def put(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG, binary: bool = True) -> str:
+def put(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG, binary: bool = False) -> str:
     """Write a head as the public repositories hold it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     if binary:
         torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
+        return f"{folder}/pytorch_model.bin"
+    save_file(tensors, folder / "model.safetensors")
     return str(folder)
+
+
+def write(folder: Path, target: HFTarget, source: FeatureSource, draft: Any, dtype: torch.dtype | None = None) -> None:
+    write_head(folder, described(target, source, draft, dtype), target, "official")
 
 
 def loaded(place: str, target: HFTarget, source: FeatureSource | None = None, draft: Eagle3 | None = None) -> Any:
     source, draft = source or FusedFeature(), draft or Eagle3(head="random")
-    official.load(official.read(place), target, source, draft)
+    loading.load(loading.read(place), target, source, draft)
     return source, draft
 
 
@@ -113,18 +118,14 @@ def test_a_public_head_read_by_its_format_gives_the_golden_states_and_logits(ora
     assert torch.equal(draft.draft_vocab.d2t, inputs["d2t"])
 
 
-def test_a_speculators_folder_is_refused_by_name(oracles: Path, target: HFTarget) -> None:
-    with pytest.raises(UserError, match="layout of EAGLE, SpecForge or SGLang .*; convert it first"):
-        official.read(str(oracles / "heads" / "speculators"))
-
-
 # ---- there and back
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["pytorch_model.bin", "model.safetensors"])
 def test_a_head_in_half_precision_comes_back_bit_for_bit(tmp_path: Path, target: HFTarget, binary: bool) -> None:
     tensors = stand_in()
-    source, draft = loaded(put(tmp_path / "head", tensors, binary=binary), target)
+    place = put(tmp_path / "head", tensors, binary=binary)
+    source, draft = loaded(place, target)
     assert torch.equal(draft.lm_head.weight, tensors["lm_head.weight"].float())
     write(tmp_path / "back", target, source, draft, dtype=torch.float16)
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -135,7 +136,7 @@ def test_a_head_in_half_precision_comes_back_bit_for_bit(tmp_path: Path, target:
         assert said[key] == CONFIG[key], key
     assert (said["rope_theta"], said["rope_scaling"]) == (10000.0, None)
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
-    assert official.content_hash(str(tmp_path / "back")) != official.content_hash(str(tmp_path / "head"))
+    assert loading.content_hash(str(tmp_path / "back")) != loading.content_hash(place)
 
 
 LLAMA3 = {
@@ -339,9 +340,11 @@ def test_later_names_the_targets_own_embedding_and_derived_buffers_are_understoo
             r"vLLM reads .*\[0, 3, 6\].*\[1, 4, 7\]; set",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, r"set model.features.layers: \[1, 4, 7\]"),
-        ({"draft_vocab_size": 41}, "says draft_vocab_size 41, and lm_head has 40 rows"),
-        ({"norm_before_residual": True}, "norm_before_residual: a variant that Eagle3 is not"),
-        ({"norm_output": False}, "norm_output: false: a variant that Eagle3 is not"),
+        ({"draft_vocab_size": 41}, "says draft_vocab_size 41, and lm_head.weight has 40 rows"),
+        ({"norm_before_residual": True}, "norm_before_residual: a variant that no part of ours is"),
+        ({"norm_output": True}, "norm_output is True, .* set model.draft.feedback: post_norm"),
+        ({"fc_norm": True}, "fc_norm is True, .* set model.features.normed: true"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; 'silu' is needed"),
     ],
 )
 def test_what_disagrees_with_the_experiment_is_told_with_the_key_to_change(
@@ -365,9 +368,9 @@ def change_of(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_of("midlayer.hidden_norm.weight", None), "no tensor midlayer.hidden_norm.weight"),
-        (change_of("fc.weight", torch.ones(HIDDEN, 64)), r"fc.weight is \[32, 64\], \[32, 96\] fits the experiment"),
-        (change_of("extra.weight", torch.ones(1)), "tensors that no EAGLE-3 head has: extra.weight"),
+        (change_of("midlayer.hidden_norm.weight", None), "no tensor layers.0.hidden_norm.weight"),
+        (change_of("fc.weight", torch.ones(HIDDEN, 64)), r"another shape .* fc.weight is \[32, 64\], \[32, 96\] fits"),
+        (change_of("extra.weight", torch.ones(1)), "tensors that no such head has: extra.weight"),
         (change_of("d2t", torch.arange(KEPT) * 9), "draft vocabulary ids must be within|t2d|disagree"),
         (change_of("t2d", torch.ones(VOCAB, dtype=torch.bool)), "d2t and t2d disagree"),
         (change_of("t2d", torch.ones(VOCAB)), "t2d is of torch.float32; torch.bool is needed"),
@@ -386,36 +389,47 @@ def test_a_tensor_that_is_missing_unknown_or_of_another_shape_is_named(
 
 
 def test_other_parts_than_a_public_heads_are_refused(tmp_path: Path, target: HFTarget) -> None:
-    head = official.read(put(tmp_path / "head", stand_in()))
+    head = loading.read(put(tmp_path / "head", stand_in()))
     with pytest.raises(UserError, match="is Eagle3 on FusedFeature, the experiment has Eagle1 on TopFeature"):
-        official.load(head, target, TopFeature(), Eagle1())
+        loading.load(head, target, TopFeature(), Eagle1())
 
 
 def test_files_that_are_missing_broken_or_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Path(put(tmp_path / "head", stand_in()))
+    binary = put(tmp_path / "head", stand_in(), binary=True)
+    place = Path(binary).parent
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is read on request only: .*/head/pytorch_model\.bin"):
+        loading.read(str(place))
+    assert loading.read(binary).kind == "EAGLE-3"
+    monkeypatch.setattr(files, "LARGEST", 1000)
+    with pytest.raises(UserError, match=r"at most 0 GiB of a pickled file are read"):
+        loading.read(binary)
+    monkeypatch.undo()
     (place / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": print}))
     with pytest.raises(UserError, match="cannot be read as a file of tensors alone"):
-        official.read(str(place))
+        loading.read(binary)
     torch.save([torch.ones(1)], place / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds a list; a mapping from names to tensors"):
-        official.read(str(place))
+        loading.read(binary)
     (place / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
-        official.read(str(place))
+        loading.read(str(place))
     for file in ("model.safetensors", "pytorch_model.bin"):
         (place / file).unlink()
-    with pytest.raises(UserError, match="model.safetensors or pytorch_model.bin is needed"):
-        official.read(str(place))
+    with pytest.raises(UserError, match=r"model\.safetensors or medusa_lm_head\.safetensors is needed"):
+        loading.read(str(place))
+    save_file({"tok.weight": torch.ones(1)}, place / "model.safetensors")
+    with pytest.raises(UserError, match=r"no draft head by its tensors \(tok\.weight\); EAGLE-3, EAGLE, HASS or"):
+        loading.read(str(place))
     (place / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: cannot be read"):
-        official.read(str(place))
+        loading.read(str(place))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="no folder nobody/nothing, and the hub gives no config.json of that id"):
-        official.read("nobody/nothing")
+        loading.read("nobody/nothing")
 
 
 def test_a_head_of_two_layers_cannot_be_written_in_this_layout(tmp_path: Path, target: HFTarget) -> None:
     source, draft = FusedFeature(), Eagle3(num_layers=2)
     draft.build(target, source.build(target), torch.arange(KEPT))
-    with pytest.raises(UserError, match=r"holds one layer \(midlayer\), the draft has 2"):
+    with pytest.raises(UserError, match=r"official cannot hold .*: it has one layer \(midlayer\), the draft has 2"):
         write(tmp_path / "head", target, source, draft)
