@@ -132,7 +132,8 @@ def _eagle3(target: HFTarget, source: FusedFeature, draft: Eagle3, dtype: torch.
 
 def _eagle(target: HFTarget, draft: Eagle1, dtype: torch.dtype | None) -> HeadDescription:
     ids = torch.arange(min(8, target.spec.vocab), device=target.device)
-    if not torch.equal(target.embed(ids), target.model.get_input_embeddings().weight[ids]):
+    table = cast("torch.nn.Embedding", target.model.get_input_embeddings())
+    if not torch.equal(target.embed(ids), table.weight[ids]):
         raise UserError(
             f"{target.spec.name} scales its embedding, which an engine that lends it to an EAGLE head does not; no "
             "format has a field for that"

@@ -320,7 +320,7 @@ def run_files(folder: Path, run_id: str) -> Path:
 # ---------------------------------------------------------------------------------------------------------- store
 
 
-def _open_store(folder: Path, run_id: str | None) -> tuple[mlflow.tracking.MlflowClient, Path]:
+def _open_store(folder: Path, run_id: str | None = None) -> tuple[mlflow.tracking.MlflowClient, Path]:
     """A client of the store in ``folder``, which is made if missing and relocated if it was moved; runs that were
     abandoned there are ended, but ``run_id``, which is to be continued."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported, hence here
