@@ -94,7 +94,7 @@ class Saver(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """The name of its state in a checkpoint: not of the interval, which may be another one when training goes on."""
+        """The name of its state in a checkpoint, without the interval: it may be another one when training goes on."""
         return type(self).__name__
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
