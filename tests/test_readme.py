@@ -151,7 +151,7 @@ def test_the_readme_is_short() -> None:
 def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
         assert (page.parent / link).exists(), link
-    # a user's own module, and what a run logs, are no files of the project
+    # a user's own module, what a run logs, and what every folder of ablations has
     for name in re.findall(r"`([\w./]+\.(?:md|py|yaml|ipynb))`", PAGES[page]):
         places = (ROOT / name, ROOT / "eagle3_lab" / name)
-        assert name in ("mine.py", "config.yaml") or any(place.is_file() for place in places), name
+        assert name in ("mine.py", "config.yaml", "ablation.yaml") or any(place.is_file() for place in places), name
