@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench-rival gpu-check
+.PHONY: help quickstart test test-all check bench-rival engine gpu-check
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,10 @@ bench-rival:  ## an environment with speculators, for bench train --rival .venv-
 	$(PYTHON) -m venv .venv-rival
 	.venv-rival/bin/python -m pip install --quiet -r requirements/bench.txt
 	.venv-rival/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+
+engine:  ## an environment with vLLM for CPUs, for evaluate with an engine; about 3.4 GB
+	$(PYTHON) -m venv .venv-engine
+	.venv-engine/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
 
 gpu-check:  ## everything that needs a GPU, in 8 minutes, as gpu-check.json; installs nothing
 	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m eagle3_lab.bench.gpu_check

@@ -35,6 +35,7 @@ from eagle3_lab.data.generation.answers import Answers
 from eagle3_lab.data.generation.preparation import Preparation
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.records import file_hash
+from eagle3_lab.engine import Engine
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation.runner import Evaluation
 from eagle3_lab.target_model.loading import TargetChoice, model_hash
@@ -68,6 +69,7 @@ class Experiment:
         prepare: prompts that the target answers first, into the conversations that ``data.path: prepared`` reads.
         evaluate: what is measured by decoding, after training or by ``evaluate``.
         trainer: Lightning's options.
+        engine: where `evaluate` serves target and head instead of decoding itself; null: nowhere.
         judged_depth: how many drafts deep the hit table judges a head, in validation and at the end, whatever depth it
             was trained for: readings of two experiments compare where this is the same.
         budgets: seconds each stage is meant to take (target, answers, features, training, evaluation); shown, never
@@ -86,6 +88,7 @@ class Experiment:
     features: Features | None = None
     prepare: Preparation | None = None
     evaluate: Evaluation | None = None
+    engine: Engine | None = None
     trainer: Training | None = None  # behind the others: its schema takes seconds to import
     judged_depth: int = 7
     budgets: dict[str, float] = field(default_factory=dict)

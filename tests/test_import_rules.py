@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("draft", "target_model"),
     ("decode", "formats"),
     ("data",),
-    ("evaluation",),
+    ("engine", "evaluation"),
     ("training",),
     ("experiment",),
     ("pipeline",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_lab.commands.fit import log_closing, log_setting
+from eagle3_lab.commands.serving import ServingTable, log_serving, serve
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.data.tasks import HELD_OUT
 from eagle3_lab.decode.methods import Head
+from eagle3_lab.engine import Engine
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation.answer_log import Journal
 from eagle3_lab.evaluation.results import ClosingTable
@@ -24,7 +26,9 @@ from eagle3_lab.training import checkpoint
 from eagle3_lab.training.module import DraftModule
 
 
-def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None) -> ClosingTable:
+def evaluate(
+    experiment: Experiment, *, checkpoint_path: Path | None = None, json: Path | None = None
+) -> ClosingTable | ServingTable:
     """Measure acceptance, length and speed by decoding, in a run of its own with a run below it for each method.
 
     Killed, the same evaluation goes on after the last prompt that every method had answered.
@@ -37,7 +41,7 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
         json: also write the closing table there, for machines.
 
     Returns:
-        The closing table, which is also printed.
+        The closing table, which is also printed; with an ``engine``, the table of its batch sizes.
 
     Raises:
         UserError: no ``evaluate`` section, no trained head or one of another target, or what `measure` refuses.
@@ -52,6 +56,8 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     path, module = _trained(experiment, target, data, checkpoint_path)
     head = None if module is None else Head(module.source, module.draft, target.record)
     assert experiment.evaluate is not None
+    if experiment.engine is not None:
+        return _served(experiment, experiment.engine, target, data, path, module, json)
     heads = gather(head, experiment.evaluate.methods, experiment, target)
     measure.check_evaluation(experiment, target, data, heads)
     held_out = None if data is None else data.prompts()
@@ -66,6 +72,30 @@ def evaluate(experiment: Experiment, *, checkpoint_path: Path | None = None, jso
     print(as_text(table), end="")
     if json is not None:
         write_text(json, as_json(table))
+    return table
+
+
+def _served(
+    experiment: Experiment,
+    engine: Engine,
+    target: HFTarget,
+    data: ConversationData | None,
+    path: Path | None,
+    module: DraftModule | None,
+    json: Path | None,
+) -> ServingTable:
+    """Measure throughput and acceptance in a serving engine, in a run of its own."""
+    assert experiment.evaluate is not None
+    head = None if module is None else Head(module.source, module.draft, target.record)
+    tags = provenance(experiment.seed, "none" if data is None else data.hash)
+    tags |= {} if path is None else {"checkpoint": str(path)}
+    with open_run(experiment.named_tracking(), None, tags) as run:
+        log_setting(experiment, data, run)
+        table = serve(engine, experiment.evaluate, target, head, data)
+        log_serving(table, run)
+    print(table.text(), end="")
+    if json is not None:
+        write_text(json, table.json())
     return table
 
 

@@ -35,6 +35,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("Experiment", "data model optimizer trainer features", "training", "the parts below decide"),
     ("Experiment", "answers prepare", "answers", "makes text, which counts by content in documents"),
     ("Experiment", "evaluate", "evaluation", "the parts below decide"),
+    ("Experiment", "engine", "", "what a serving engine measures is measured anew each time"),
     ("Experiment", "judged_depth", "evaluation validation", "how deep the hit table looks; decides no weight"),
     ("Experiment", "seed", "training evaluation", "the first weights, the noise, the bootstrap's draws"),
     ("TargetChoice", "model", "=training =evaluation =answers =features =documents", "weights, settings, tokenizer"),
@@ -137,6 +138,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("DraftLM", "target", "evaluation", "the parts below decide; its files count by content"),
     ("DraftLM", "length adaptive max_length law", "evaluation", "the method"),
     ("DraftLM", "head", "=evaluation", "the head's bytes"),
+    ("VLLM", "python dtype eager context cache_gib startup_s batch_sizes drafts", "", "measured anew each time"),
+    ("Addresses", "plain speculating remote batch_sizes drafts", "", "measured anew each time"),
     ("Tracking", "folder experiment run_name", "", "where runs are kept and what they are called"),
 )
 
