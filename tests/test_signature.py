@@ -23,7 +23,7 @@ LINES = [
     (["fit", "quickstart.yaml", "--model.unroll.dept", "1"], 2),
     (["fit", "quickstart.yaml", "--data.pth", "x"], 2),
     (["fit", "quickstart.yaml", "--evaluate.methods.static.grow", "McSim7b36"], 2),
-    (["evaluate", "no_head.yaml", "--print_config"], 0),
+    (["evaluate", "evaluate/no_head.yaml", "--print_config"], 0),
 ]
 CODE = """\
 import json, sys

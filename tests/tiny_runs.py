@@ -39,7 +39,7 @@ tracking: {{folder: {folder}}}
 
 # A stage's line or one of the choices told beside it: what a run says of itself, complaints left out.
 PROGRESS = re.compile(
-    r"(target|answers|documents|features|training|hit table|evaluation): "
+    r"(target|answers|documents|features|training|hit table|evaluation|engine): "
     r"(\d|reused|resumed|stopped|products|goes on|begins anew)"
 )
 

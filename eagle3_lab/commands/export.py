@@ -20,8 +20,6 @@ from eagle3_lab.pipeline.run_folder import Work, find_head
 from eagle3_lab.system.files import read_object
 from eagle3_lab.training import checkpoint
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-
 
 def export(
     experiment: Experiment,
@@ -29,7 +27,7 @@ def export(
     folder: Path,
     to: Format = ENGINES,
     checkpoint_path: Path | None = None,
-    dtype: Dtype | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
     """Write a trained head in a format that others load. A draft language model is written with the target's
     tokenizer, as transformers reads it. Beside a head lies a model card, README.md, with what its run measured.

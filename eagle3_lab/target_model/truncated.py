@@ -13,16 +13,19 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from eagle3_lab.backend.prepacked_linear import join
 from eagle3_lab.errors import UserError
 from eagle3_lab.interfaces import LanguageModel, Session, Target
 from eagle3_lab.types import Batch, Needs, TargetSpec
+
+if TYPE_CHECKING:
+    import transformers  # takes a second
 
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists that a configuration keeps, an entry a block
 
@@ -49,10 +52,10 @@ class Truncated(LanguageModel):
     def __init__(
         self,
         target: Target,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         blocks: nn.ModuleList,
         count: int,
-        run: Callable[[PreTrainedModel, TargetSpec], Target],
+        run: Callable[[transformers.PreTrainedModel, TargetSpec], Target],
         *,
         train_embedding: bool = False,
     ) -> None:
@@ -95,14 +98,14 @@ class Truncated(LanguageModel):
             raise UserError(f"{folder}: cannot be written ({error.strerror}); name a place that can") from None
 
 
-def _tables(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+def _tables(model: transformers.PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     """Embedding and head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Module) and isinstance(head, nn.Module)
     return embedding, head
 
 
-def _cut(model: PreTrainedModel, blocks: nn.ModuleList, count: int) -> PreTrainedModel:
+def _cut(model: transformers.PreTrainedModel, blocks: nn.ModuleList, count: int) -> transformers.PreTrainedModel:
     """A copy with the first ``count`` blocks; the others are never copied, embedding and head are shared."""
     kept = nn.ModuleList()
     memo: dict[int, object] = {id(blocks): kept}  # what a deep copy takes as copied already
@@ -118,7 +121,7 @@ def _cut(model: PreTrainedModel, blocks: nn.ModuleList, count: int) -> PreTraine
     return short
 
 
-def _own(model: PreTrainedModel, dtype: torch.dtype, train_embedding: bool) -> list[str]:
+def _own(model: transformers.PreTrainedModel, dtype: torch.dtype, train_embedding: bool) -> list[str]:
     """Make embedding and head either trained copies, or constants that move with the model and are no part of its
     state; every parameter in ``dtype``. Returns the constants' names."""
     names = {id(module): name for name, module in model.named_modules()}
