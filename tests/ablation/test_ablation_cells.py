@@ -40,10 +40,8 @@ def test_a_result_holds_counts_by_conversation_and_the_readings_made_of_them(don
     assert sum(first.below) <= sum(visited.below), "a round judges its first draft, unless its answer ends"
     assert {"data", "steps", "tokens", "torch", "machine.cpu", "weights", "date"} <= result.facts.keys()
     assert {"train_loss", "val_loss"} <= result.values.keys()
-    (line,) = [
-        line for line in (done.folder / "results" / "deep-0.json").read_text().splitlines() if "conversations" in line
-    ]
-    assert line == ' "conversations": {', "a line for each, so that changes can be read"
+    lines = (done.folder / "results" / "deep-0.json").read_text().splitlines()
+    assert ' "conversations": {' in lines, "a line for each, so that changes can be read"
 
 
 def test_the_counts_are_those_of_the_whole_reading(done: Toy) -> None:
