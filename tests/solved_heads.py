@@ -60,10 +60,16 @@ def tau(decoded: Sequence[Decoded]) -> float:
 
 @torch.no_grad()
 def solved_head(
-    target: HFTarget, source: FusedFeature, draft: Eagle3, prompts: Sequence[Sequence[int]], most: int, vocab: int
+    target: HFTarget,
+    source: FusedFeature,
+    draft: Eagle3,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    vocab: int,
+    wrong_every: int = 0,
 ) -> None:
     """Build parts and solve the linear head so that every chain on the greedy answers to ``prompts``, up to ``most``
-    tokens, is right."""
+    tokens, is right; but ``wrong_every`` so many tokens of a text, the drafts of one are another token."""
     texts = [
         (len(prompt), [*prompt, *answer.tokens])
         for prompt, answer in zip(
@@ -84,13 +90,17 @@ def solved_head(
         for s, out in enumerate(Unroll(STEPS)(draft, source(taps), batch)):
             last = len(text) - 2 - s  # rows whose next token is known
             rows.append(out.head_in[0, begin - 1 : last])
-            wanted.append(row[0, begin + 1 + s : len(text)])
+            wanted.append(_spoilt(row[0], wrong_every)[begin + 1 + s :])
     matrix, tokens = torch.cat(rows).double(), torch.cat(wanted)
     assert len(matrix) <= matrix.shape[1], f"{len(matrix)} rows, {matrix.shape[1]} unknowns each: not solvable"
     hot = (ids[None] == tokens[:, None]).double()
     draft.lm_head.weight.copy_(torch.linalg.lstsq(matrix, hot).solution.T.float())
 
 
-def noise(weight: Tensor, scale: float) -> Tensor:
-    """A weight disturbed by ``scale`` of its own size."""
-    return weight + scale * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+def _spoilt(text: Tensor, every: int) -> Tensor:
+    """Return a text with every so-manieth token replaced by its neighbour in the text."""
+    if not every:
+        return text
+    spoilt = text.clone()
+    spoilt[every::every] = text[every - 1 : -1 : every][: len(spoilt[every::every])]
+    return spoilt

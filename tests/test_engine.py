@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from solved_heads import answers, chain_of, noise, solved_head, tau
+from solved_heads import answers, chain_of, solved_head, tau
 
 from eagle3_lab.data.chat import Chat
 from eagle3_lab.draft.eagle3 import Eagle3
@@ -67,17 +64,6 @@ def prompts(embedded: HFTarget) -> list[list[int]]:
     return [chat.prompt_ids([{"role": "user", "content": question}]) for question in QUESTIONS]
 
 
-def parts() -> tuple[FusedFeature, Eagle3]:
-    return FusedFeature([1, 12, 28]), Eagle3(head="random", rope_base=10000.0)
-
-
-@pytest.fixture(scope="module")
-def solved(embedded: HFTarget, prompts: list[list[int]]) -> Iterator[tuple[FusedFeature, Eagle3]]:
-    source, draft = parts()
-    solved_head(embedded, source, draft, prompts, TOKENS + 8, 2000)
-    yield source, draft
-
-
 def served(python: Path, target: HFTarget, head: Path, prompts: list[list[int]]) -> tuple[list[str], float]:
     """vLLM's greedy answers with a head, and its acceptance length."""
     with VLLM(python=python, batch_sizes=[1], startup_s=900, eager=True).serve(target.source, head) as client:
@@ -117,23 +103,12 @@ def test_vllm_drafts_as_this_lab_does(
 
 @pytest.mark.slow
 def test_vllm_accepts_what_this_lab_accepts_of_a_head_that_errs(
-    python: Path,
-    embedded: HFTarget,
-    prompts: list[list[int]],
-    solved: tuple[FusedFeature, Eagle3],
-    tmp_path: Path,
+    python: Path, embedded: HFTarget, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    source, draft = parts()
-    other = solved[1]
-    draft.build(embedded, source.build(embedded), other.vocab)
-    source.load_state_dict(solved[0].state_dict())
-    draft.load_state_dict(other.state_dict())
-    with torch.no_grad():
-        draft.lm_head.weight.copy_(noise(other.lm_head.weight, 1.0))
+    source, draft = FusedFeature([1, 12, 28]), Eagle3(head="random", rope_base=10000.0)
+    solved_head(embedded, source, draft, prompts, TOKENS + 8, 2000, wrong_every=3)
     ours = tau(answers(embedded, chain_of(embedded, source, draft), prompts, TOKENS))
     assert 1.2 < ours < 3.8, "some drafts are wrong"
     write(tmp_path / "head", describe(embedded, source, draft), embedded)
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 12, 28]
     _, length = served(python, embedded, tmp_path / "head", prompts)
-    assert length == pytest.approx(ours, abs=0.15)
+    assert length == pytest.approx(ours, abs=0.1)
