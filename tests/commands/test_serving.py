@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ def test_what_cannot_be_served_is_one_line(finished: tuple[Bench, Ran]) -> None:
     (line,) = bench.run("evaluate", "--engine", engine).complaints
     assert line.startswith("engine: http://127.0.0.1:9/v1/models is not reachable (")
     experiment = load(str(bench.yaml))
-    experiment.engine, experiment.model, experiment.evaluate.methods = Scripted(), None, {}
+    experiment.engine, experiment.model = Scripted(), None
+    experiment.evaluate = dataclasses.replace(experiment.evaluate, methods={})
     with pytest.raises(UserError, match="engine: Scripted serves the experiment's head, and it has no model; add one"):
         evaluate(experiment)
