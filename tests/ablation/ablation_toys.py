@@ -25,7 +25,7 @@ base:
     losses: [SoftCE]
     draft_vocab: 64
   optimizer: {{lr: 3.0e-2}}
-  trainer: {{max_steps: 6, products: float32, gradient_clip_val: 0.5, val_check_interval: 1.0, limit_val_batches: 1}}
+  trainer: {{max_steps: 6, products: float32, gradient_clip_val: 0.5, val_check_interval: 3, limit_val_batches: 1}}
   features: {{dtype: float32}}
   tracking: {{folder: {runs}}}
 cells:

@@ -103,7 +103,7 @@ def test_a_report_leaves_what_was_written_by_hand(done: Toy) -> None:
     assert ran.code == 0, ran.err
     text = readme.read_text()
     assert text.startswith("# Depth\n\nPrediction: none.\n\n") and text.endswith("## Verdict\n\nDeep wins.\n")
-    assert "old" not in text and "| deep | 2 |" in text and "![tau](figures/tau.svg)" in text
+    assert "\nold\n" not in text and "| deep | 2 |" in text and "![tau](figures/tau.svg)" in text
     assert "no difference shown" in text and "Holm" not in text, "a single comparison needs no correction"
     assert done.run("report").code == 0 and readme.read_text() == text
     with (done.folder / "results.csv").open() as file:
