@@ -33,7 +33,7 @@ def test_a_notebook_is_kept_without_what_it_printed(name: str) -> None:
 
 
 @pytest.mark.xfail(
-    reason="owed since the merge of 2026-12-01: the notebook trains with data that is no LightningDataModule",
+    reason="owed: the notebook trains with data that is no LightningDataModule",
     strict=False,
 )
 def test_a_head_is_trained_from_its_parts(tiny: TinyLab) -> None:

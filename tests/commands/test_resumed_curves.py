@@ -184,9 +184,7 @@ def check(bench: Bench, end: Callable[[Patch, int], list[Callback]], step: int, 
     ("end", "step"),
     [pytest.param(end, step, id=f"{end.__name__}-{step}", marks=marks(end, step)) for end, step in ENDS],
 )
-@pytest.mark.xfail(
-    reason="owed since the merge of 2026-12-01: a kill in validation leads to a second run", strict=False
-)
+@pytest.mark.xfail(reason="owed: a kill in validation leads to a second run", strict=False)
 def test_a_resumed_run_has_each_step_once(
     bench: Bench,
     unbroken: Callable[[tuple[str, ...]], Curves],
@@ -201,9 +199,7 @@ def test_a_resumed_run_has_each_step_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [behind_checkpoint, interrupted_in_validation], ids=["killed", "interrupted"])
-@pytest.mark.xfail(
-    reason="owed since the merge of 2026-12-01: a kill in validation leads to a second run", strict=False
-)
+@pytest.mark.xfail(reason="owed: a kill in validation leads to a second run", strict=False)
 def test_a_training_by_passes_ends_behind_its_last_one(
     bench: Bench, unbroken: Callable[[tuple[str, ...]], Curves], end: Callable[[Patch, int], list[Callback]]
 ) -> None:
