@@ -135,12 +135,12 @@ class Experiment:
     def training_key(self, contents: Mapping[str, object]) -> str:
         """Identity of a trained head: the options that decide it, and ``contents``, by name what others lead to, such
         as the data's hash. Raises UserError as `choices`."""
-        return digest(reduced(self._tree(), self._training_keys()), dict(contents))
+        return digest(reduced(self._tree(), training_keys(self._plain())), dict(contents))
 
     def training_options(self) -> dict[str, dict[str, str]]:
         """The options that decide a trained head, "by value" and "by content", as parameters: to tell two trainings
         apart. Raises UserError as `choices`."""
-        keys, tree = self._training_keys(), self._tree()
+        keys, tree = training_keys(self._plain()), self._tree()
         values, every = (flatten(reduced(tree, keys, of)["init_args"]) for of in (None, AS_WRITTEN))
         return {BY_VALUE: values, BY_CONTENT: {key: value for key, value in every.items() if key not in values}}
 
@@ -150,11 +150,6 @@ class Experiment:
         tree = self._tree()
         target = reduced(tree["init_args"].pop("target"), ("evaluation",))  # whose files are known by their hashes
         return digest(reduced(tree, ("evaluation",), FILES), target, dict(contents))
-
-    def _training_keys(self) -> tuple[str, ...]:
-        """Validation decides no weight but through a callback that watches it."""
-        watched = self.trainer is not None and bool(self.trainer.callbacks)
-        return ("training", "validation") if watched else ("training",)
 
     def _tree(self) -> dict[str, Any]:
         return {"class_path": f"{Experiment.__module__}.{Experiment.__qualname__}", "init_args": self._plain()}
@@ -166,6 +161,14 @@ class Experiment:
                 "another's; build it with eagle3_lab.load"
             )
         return self.config.plain
+
+
+def training_keys(choices: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of `key_options` that decide a trained head. ``choices``: as of `Config.plain`. Validation
+    decides no weight but through a callback that reads it."""
+    trainer = choices.get("trainer") or {}
+    watched = trainer.get("init_args", trainer).get("callbacks")
+    return ("training", "validation") if watched else ("training",)
 
 
 BY_VALUE, BY_CONTENT = "by value", "by content"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import torch
 
 from eagle3_lab.ablation import decoding, results, runs
-from eagle3_lab.ablation.identity import decisive
+from eagle3_lab.ablation.identity import cell_options
 from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.ablation.results import Result
 from eagle3_lab.commands.fit import log_setting, trained
@@ -106,7 +106,7 @@ def _result(
         seed=cell.seed,
         key=cell.key,
         settings=cell.settings,
-        configuration=decisive(cell.config),
+        configuration=cell_options(cell.config),
         values={},
         conversations=results.by_conversation(ids, hits.documents),
         facts=_facts(experiment, target, data, run, seconds),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle3_lab.ablation.figure_names import FIGURES
-from eagle3_lab.ablation.identity import cell_key
+from eagle3_lab.ablation.identity import cell_key, cell_options
 from eagle3_lab.config import Composed, Config, ConfigError, Document, build, check, compose_document, overlay, read
 from eagle3_lab.config.reading import label, locate, show
 from eagle3_lab.errors import UserError, near
@@ -193,7 +193,7 @@ def _cells(
         for seed in question.seeds:
             config = _config(start, path, overrides, seed, scale / largest, question.steps, name)
             shown = name if largest == 1 else f"{name}-x{scale}"
-            found.append(Cell(name, shown, scale, seed, config, cell_key(config)))
+            found.append(Cell(name, shown, scale, seed, config, cell_key(cell_options(config))))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle3_lab.ablation.identity import decisive, first_difference
+from eagle3_lab.ablation.identity import cell_options, first_difference
 from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.config.reading import label
 from eagle3_lab.errors import UserError
@@ -55,7 +55,7 @@ class Result:
     seed: int
     key: str
     settings: dict[str, str]
-    configuration: dict[str, Any]
+    configuration: dict[str, str]
     values: dict[str, Any]
     conversations: dict[str, list[int]]
     facts: dict[str, Any]
@@ -165,7 +165,7 @@ def find(ablation: Ablation, cell: Cell) -> Result | None:
         return None
     result = read(path)
     if result.key != cell.key:
-        why = first_difference(decisive(cell.config), result.configuration)
+        why = first_difference(cell_options(cell.config), result.configuration)
         raise UserError(
             f"{label(path)}: is of another configuration ({why or 'another version of keys'}); remove it to run the "
             "cell, or change the cell back"

@@ -5,6 +5,7 @@ A key is the hash under which a result is kept and found again:
     training    a trained head                  evaluation  a closing table, and answers of an evaluation
     answers     text that the target wrote      features    a store of the target's hidden states
     documents   encoded conversations           validation  a training key, if `trainer.callbacks` is not empty
+    cell        a cell of an ablation, with the keys `training`, `answers` and `documents`
 
 An option of no key decides no result: it may change at any time, and everything that is there is reused. An option "by
 content" counts by what it leads to (a file's bytes, the texts read, a head's weights) and never by how it is written.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KEYS = ("training", "evaluation", "answers", "features", "documents", "validation")
+KEYS = ("training", "evaluation", "answers", "features", "documents", "validation", "cell")
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("Experiment", "target", "training evaluation", "the parts below decide; its weights and files count by content"),
     ("Experiment", "data model optimizer trainer features", "training", "the parts below decide"),
     ("Experiment", "answers prepare", "answers", "makes text, which counts by content in documents"),
-    ("Experiment", "evaluate", "evaluation", "the parts below decide"),
+    ("Experiment", "evaluate", "evaluation documents", "the parts below decide"),
     ("Experiment", "engine", "", "what a serving engine measures is measured anew each time"),
-    ("Experiment", "judged_depth", "evaluation validation", "how deep the hit table looks; decides no weight"),
+    ("Experiment", "judged_depth", "evaluation validation cell", "how deep the hit table looks; decides no weight"),
     ("Experiment", "seed", "training evaluation", "the first weights, the noise, the bootstrap's draws"),
     ("TargetChoice", "model", "=training =evaluation =answers =features =documents", "weights, settings, tokenizer"),
     ("TargetChoice", "dtype", "training evaluation answers features", "what states and logits are rounded to"),
@@ -123,7 +124,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("Server", "concurrency retries timeout_s key_file remote", "", "how requests are sent"),
     ("Task", "name", "evaluation =documents", "the column's name"),
     ("Task", "path limit", "=evaluation =documents", "the prompts' texts, which also never train"),
-    ("Evaluation", "tasks methods max_new_tokens laws other_dtype seed", "evaluation", "what is asked, and how"),
+    ("Evaluation", "tasks", "evaluation documents", "the parts below decide"),
+    ("Evaluation", "methods max_new_tokens laws other_dtype seed", "evaluation", "how the tasks are answered"),
     ("HeadTree", "grow verifier law replacement", "evaluation", "the method"),
     ("HeadTree", "head", "=evaluation", "the head's bytes"),
     ("StaticTree", "choices", "evaluation", "the method"),

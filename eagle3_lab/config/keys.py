@@ -7,12 +7,16 @@ stands in, so that moving a module changes no key; any other class counts by its
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from eagle3_lab.config.key_options import OPTIONS
+from eagle3_lab.config import schema
+from eagle3_lab.config.checking import Config, not_in_yaml
+from eagle3_lab.config.key_options import OPTIONS, Decision
+from eagle3_lab.config.writing import plain
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -53,7 +57,7 @@ def reduced(tree: Any, keys: Collection[str], contents: Mapping[str, Content] | 
     given = contents or {}
     if isinstance(tree, dict) and "class_path" in tree:
         cls = str(tree["class_path"])
-        own = OPTIONS.get(short_name(cls), {}) if cls.startswith(f"{PACKAGE}.") else {}
+        own = _decisions(cls)
         kept: dict[str, Any] = {}
         for name, value in (tree.get("init_args") or {}).items():
             decision, option = own.get(name), f"{short_name(cls)}.{name}"
@@ -70,3 +74,39 @@ def reduced(tree: Any, keys: Collection[str], contents: Mapping[str, Content] | 
     if isinstance(tree, str) and re.fullmatch(rf"{PACKAGE}(\.\w+)+", tree):  # a class or function named as a value
         return short_name(tree)
     return tree
+
+
+def without_defaults(config: Config) -> dict[str, Any]:
+    """Return a checked configuration, as `reduced` takes it, without the options that have their defaults, so that a
+    new option with a default changes no key. A text that counts by content stays: what it leads to may change."""
+    path = f"{config.into.__module__}.{config.into.__qualname__}"
+    return {"class_path": path, "init_args": _changed(config.plain, config.into, not_in_yaml(config.into))}
+
+
+def _changed(options: Mapping[str, Any], cls: type, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return those options of a class that have not their defaults."""
+    defaults = schema.own_defaults(cls, skip)
+    decisions = _decisions(f"{cls.__module__}.{cls.__qualname__}")
+    changed: dict[str, Any] = {}
+    for name, value in options.items():
+        stays = name in decisions and decisions[name].contents and isinstance(value, str)
+        chosen = _chosen(value)
+        if stays or name not in defaults or chosen != _chosen(plain(defaults[name])):
+            changed[name] = chosen
+    return changed
+
+
+def _chosen(tree: Any) -> Any:  # noqa: ANN401
+    """Return a part of a configuration without defaults."""
+    if isinstance(tree, dict) and "class_path" in tree:
+        module, _, name = str(tree["class_path"]).rpartition(".")
+        cls = vars(importlib.import_module(module))[name]
+        return {"class_path": tree["class_path"], "init_args": _changed(tree.get("init_args") or {}, cls)}
+    if isinstance(tree, dict):
+        return {name: _chosen(value) for name, value in tree.items()}
+    return [_chosen(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _decisions(path: str) -> Mapping[str, Decision]:
+    """Return what is decided about the options of a class of this package; nothing for any other."""
+    return OPTIONS.get(short_name(path), {}) if path.startswith(f"{PACKAGE}.") else {}

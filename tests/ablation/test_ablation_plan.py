@@ -68,22 +68,56 @@ def test_a_cell_may_begin_from_a_whole_experiment_and_shared_lines_lie_over_it(t
     assert {one["optimizer"].get("init_args", one["optimizer"])["lr"] for one in (other, deep, flat)} == {0.01}
 
 
-def test_a_key_holds_what_decides_and_neither_places_nor_defaults(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+SHOWS_SAVES_OR_BOUNDS = {
+    "name": "else",
+    "tracking.folder": "elsewhere",
+    "budgets.training": "3",
+    "features.threads": "0",
+    "features.folder": "elsewhere",
+    "features.layers": "[1]",
+    "model.budget_mib": "64",
+    "model.compile": "true",
+    "target.device": "cpu",
+    "target.pack": "false",
+    "target.probe": "false",
+    "trainer.save_every_minutes": "9",
+    "trainer.log_every_n_steps": "2",
+    "trainer.enable_progress_bar": "true",
+    "trainer.val_check_interval": "2",
+    "trainer.limit_val_batches": "2",
+}
+
+
+def test_options_that_show_or_schedule_saves_or_bound_memory_change_no_key(toy: Toy) -> None:
+    deep, flat = toy.read().cells
+    others = read_ablation(toy.folder, list(SHOWS_SAVES_OR_BOUNDS.items())).cells
+    assert identity.cell_options(others[0].config) == identity.cell_options(deep.config)
+    assert [cell.key for cell in others] == [deep.key, flat.key]
+
+
+def test_a_key_holds_neither_places_nor_defaults(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = toy.read().cells[0]
-    assert str(toy.folder.parents[2]) not in str(identity.decisive(deep.config)["data"]), "a file counts by its content"
-    for key, text in (
-        ("trainer.val_check_interval", "0.5"),
-        ("model.compile", "true"),
-        ("name", "else"),
-        ("features.threads", "0"),
-        ("model.step_decay", "0.8"),  # the default
-        ("model.draft", "eagle3_lab.draft.eagle3.Eagle3"),
-    ):
+    assert str(tmp_path) not in str(identity.cell_options(deep.config)), "files count by their content"
+    for key, text in (("model.step_decay", "0.8"), ("model.draft", "eagle3_lab.draft.eagle3.Eagle3")):
         assert read_ablation(toy.folder, [(key, text)]).cells[0].key == deep.key, key
-    for key, text in (("optimizer.lr", "1e-3"), ("model.step_decay", "0.9"), ("model.features", "TopFeature")):
-        assert read_ablation(toy.folder, [(key, text)]).cells[0].key != deep.key, key
-    monkeypatch.setattr(identity, "VERSION", 2)
+    monkeypatch.setattr(identity, "VERSION", identity.VERSION + 1)
     assert toy.read().cells[0].key != deep.key
+
+
+def test_what_decides_a_cells_result_changes_its_key(toy: Toy) -> None:
+    deep = toy.read().cells[0]
+    for key, text in {
+        "optimizer.lr": "1e-3",
+        "model.step_decay": "0.9",
+        "model.features": "TopFeature",
+        "features.dtype": "bfloat16",
+        "trainer.max_steps": "7",
+        "judged_depth": "3",
+        "answers": "{prompts: package:fresh_prompts}",
+        "evaluate": "{tasks: [{name: own, path: own.jsonl}], methods: {}}",
+        "trainer.callbacks": "[{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: a}}]",
+    }.items():
+        assert read_ablation(toy.folder, [(key, text)]).cells[0].key != deep.key, key
 
 
 def test_the_conversations_of_a_scale_are_within_the_next_ones(toy: Toy) -> None:
