@@ -32,10 +32,6 @@ def test_a_notebook_is_kept_without_what_it_printed(name: str) -> None:
     assert all(not one["outputs"] and one["execution_count"] is None for one in cells if one["cell_type"] == "code")
 
 
-@pytest.mark.xfail(
-    reason="owed: the notebook trains with data that is no LightningDataModule",
-    strict=False,
-)
 def test_a_head_is_trained_from_its_parts(tiny: TinyLab) -> None:
     sizes = {"draft_vocab": 64, "max_length": 96, "row_length": 128, "depth": 2}
     names = run("train_from_parts.ipynb", target_model=str(tiny.target), conversations=str(tiny.data), steps=8, **sizes)
