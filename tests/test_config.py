@@ -43,6 +43,7 @@ from eagle3_lab.config import (
     read,
     to_yaml,
 )
+from eagle3_lab.config.reading import FREE
 from eagle3_lab.errors import UserError, near
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,6 +279,11 @@ def edit(old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
 def checked(tree: dict[str, Any]) -> Config:
     """Check a tree that came from no file."""
     return check(Composed(path=Path("x.yaml"), tree=tree, where={}, raw_yaml="", masked=tree), ToyExperiment)
@@ -359,6 +365,53 @@ def test_a_shipped_experiment_is_found_by_its_name(lab: Path, monkeypatch: pytes
         find_experiment(Path("shiped.yaml"))
     with pytest.raises(ConfigError, match="there are: .*experiments/case.yaml, experiments/shipped.yaml"):
         find_experiment(Path("experiments/zzzzzz.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("{ToyFused: {hidden: 4}}", "{class_path: ToyFused, init_args: {hidden: 4}}"),
+        ('{ToyFused: {hidden: "${let.hidden}"}}', '{class_path: ToyFused, init_args: {hidden: "${let.hidden}"}}'),
+        ("{ToyFused: common/options.yaml}", "{class_path: ToyFused, init_args: common/options.yaml}"),
+        (f"{{{__name__}.ToyFused: {{hidden: 4}}}}", f"{{class_path: {__name__}.ToyFused, init_args: {{hidden: 4}}}}"),
+        ("{ToyTop: }", "ToyTop"),
+        ("{ToyTop: {}}", "ToyTop"),
+    ],
+)
+def test_a_part_in_short_form_is_the_one_in_long_form(lab: Path, short: str, long: str) -> None:
+    (lab / "experiments/common/options.yaml").write_text("hidden: 4\n")
+    configs = []
+    for form in (short, long):
+        edit("again: ToyTop", f"again: {form}")
+        configs.append(check(compose("experiments/case.yaml"), ToyExperiment))
+        overridden = compose("experiments/case.yaml", [("again", form)])
+        assert check(overridden, ToyExperiment).plain == configs[-1].plain
+        edit(f"again: {form}", "again: ToyTop")
+    assert (configs[0].plain, configs[0].yaml) == (configs[1].plain, configs[1].yaml)
+    short_where, long_where = (config.composed.where for config in configs)
+    assert short_where.items() - {("again.class_path", "experiments/case.yaml:3")} <= long_where.items()
+
+
+def test_the_short_form_stands_wherever_a_part_does(lab: Path) -> None:
+    edit("  dtype", "  table: {One: {ToySoft: {weight: 2.0}}, two: ToySoft}\n  grow:\n    ToyDynamic: {nodes: 3}\n  dtype")
+    edit('  - {class_path: ToySoft, init_args: {weight: 0.5, decay: "${let.decay}"}}', "  - ToySoft: {weight: 0.5}")
+    (lab / "experiments/common/features.yaml").write_text("ToyFused:\n  hidden: 3\n")
+    words = ("model.losses.0.weight=4.0", "model.grow.depth=2", "model.features.hidden=5", "model.table.One.weight=6.0")
+    model = load("experiments/case.yaml", *words, into=ToyExperiment).model
+    assert [term.loss() for term in model.losses] == [4.0, 1.0]
+    assert model.grow == ToyDynamic(3, 2)
+    assert isinstance(model.features, ToyFused) and model.features.hidden == 5
+    assert model.table is not None and model.table["One"].loss() == 6.0
+    patch = Document({"model": {"grow": {"nodes": 8}}})
+    assert compose("experiments/case.yaml", patches=[patch]).tree["model"]["grow"]["init_args"] == {"nodes": 8}
+    assert compose("experiments/case.yaml").where["model.features.hidden"] == "experiments/common/features.yaml:2"
+
+
+def test_names_that_the_user_chooses_are_no_classes(lab: Path) -> None:
+    for key in FREE:
+        document = read(written(lab / "free.yaml", f"{key}: {{Chain: {{length: 3}}}}"))
+        assert document.tree == {key: {"Chain": {"length": 3}}}
+        assert document.where[f"{key}.Chain.length"] == "free.yaml:1"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,11 +619,31 @@ ERRORS = [
     ("again: ToyTop", "again: ToyFused", [],
      "experiments/case.yaml:3: again.hidden: missing"),
     ("again: ToyTop", "again: {hidden: 3}", [],
-     "experiments/case.yaml:3: again: no class_path given; legal: ToyFused, ToyTop"),
+     ("experiments/case.yaml:3: again: names no class; write {CLASS: {OPTION: VALUE}} with one of ToyFused, ToyTop")),
+    ("again: ToyTop", "again: {ToyFusd: {hidden: 3}}", [],
+     "experiments/case.yaml:3: again: 'ToyFusd' is no ToyFeatures; did you mean 'ToyFused'?"),
+    ("again: ToyTop", "again: {toyFused: {hidden: 3}}", [],
+     ("experiments/case.yaml:3: again: names no class; write {CLASS: {OPTION: VALUE}} with one of ToyFused, ToyTop")),
+    ("again: ToyTop", "again: {ToyFused: {hidden: 3}, ToyTop: {}}", [],
+     ("experiments/case.yaml:3: again: ToyTop: unexpected beside ToyFused; write one class, with its options below its "
+      "name")),
+    ("again: ToyTop", "again:\n  ToyFused:\n  hidden: 3", [],
+     ("experiments/case.yaml:3: again: hidden: unexpected beside ToyFused; write one class, with its options below its "
+      "name")),
+    ("again: ToyTop", "again: {ToyFused: 3}", [],
+     ("experiments/case.yaml:3: again: names no class; write {CLASS: {OPTION: VALUE}} with one of ToyFused, ToyTop")),
+    ("again: ToyTop", "again:\n  ToyFusd:\n    hidden: 3", [],
+     "experiments/case.yaml:4: again: 'ToyFusd' is no ToyFeatures; did you mean 'ToyFused'?"),
+    ("again: ToyTop", "again:\n  ToyFused:\n    hiden: 3", [],
+     "experiments/case.yaml:5: again.hiden: unknown key; did you mean 'hidden'?"),
+    ("again: ToyTop", "again:\n  ToyFused:\n    hidden: 0", [],
+     "experiments/case.yaml:5: again: hidden must be >= 1, got 0"),
+    ("", "", ["--model.losses", "[{ToySoft: {wieght: 1}}]"],
+     "command line: model.losses.0.wieght: unknown key; did you mean 'weight'?"),
     ("again: ToyTop", "again: {class_path: ToyFused, hidden: 3}", [],
      "experiments/case.yaml:3: again.hidden: unknown key beside class_path; arguments stand below init_args"),
     ("again: ToyTop", "again: {class_path: ToyFused, init_args: 3}", [],
-     "experiments/case.yaml:3: again: init_args: expected a mapping, got 3"),
+     "experiments/case.yaml:3: again: expected a mapping of options, got 3"),
     ("trainer: {steps: 3}\n", "", [],
      "experiments/case.yaml: trainer: missing"),
     ("steps: 3", "edge: droped", [],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from lightning.pytorch.callbacks import Callback
@@ -18,6 +18,7 @@ from eagle3_lab.config import schema
 from eagle3_lab.config.checking import not_in_yaml
 from eagle3_lab.config.key_options import OPTIONS, markdown
 from eagle3_lab.config.keys import PACKAGE, chosen, reduced, short_name
+from eagle3_lab.config.reading import FREE
 from eagle3_lab.data.generation.answers import Answers
 from eagle3_lab.data.sources.fields import Fields
 from eagle3_lab.data.sources.hub import HubPrompts
@@ -73,6 +74,13 @@ def test_every_option_of_the_schema_is_decided_about_and_nothing_else() -> None:
     there = {cls.__qualname__: {*slots} for cls, slots in classes(Experiment, {}).items() if slots}
     decided = {name: {*options} for name, options in OPTIONS.items()}
     assert decided == there, "decide about a new option in key_options.py, and renew docs/keys.md"
+
+
+def test_mappings_whose_names_a_user_chooses_are_known_to_the_reader() -> None:
+    """A class's name as the only key is a part in short form everywhere else."""
+    options = [(name, slot.type) for slots in classes(Experiment, {}).values() for name, slot in slots.items()]
+    free = {name for name, kind in options if any(get_origin(one) in (dict, Mapping) for one in schema.members(kind))}
+    assert free - {"max_time", "val_check_interval"} == {*FREE} - {"let", "cells"}, "those two take units of time"
 
 
 def test_no_two_classes_have_one_name_since_keys_know_them_by_it() -> None:

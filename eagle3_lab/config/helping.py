@@ -48,7 +48,7 @@ def class_help(into: type, *, key: str, name: str | None) -> str:
     except NoPartError as error:
         raise ConfigError(f"--{key}.help: {error}") from None
     schema.settings()
-    parser = ArgumentParser(usage=f"{key}: {{class_path: {cls.__name__}, init_args: {{...}}}}", add_help=False)
+    parser = ArgumentParser(usage=f"{key}: {{{cls.__name__}: {{...}}}}", add_help=False)
     parser.add_class_arguments(cls)
     return _text(parser)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,16 @@ Node: TypeAlias = Any
 """A tree as YAML has it: a dict with text keys, a list or a scalar. (A recursive type would help no checker.)"""
 
 TEXT_TAG = "tag:yaml.org,2002:str"
+NULL_TAG = "tag:yaml.org,2002:null"
 
 NAMING = ("head", "start")
 """Keys whose text names an experiment for the head that it trained: its content stays where it is."""
+
+FREE = ("budgets", "cells", "device_map", "laws", "let", "methods")
+"""Keys of mappings whose names the user chooses: no name in them is a class."""
+
+CLASS = re.compile(r"(\w+\.)*[A-Z]\w*")
+"""The name of a class, or its dotted path."""
 
 LONGEST = 255
 """Bytes of a file's name, on most file systems."""
@@ -49,8 +57,8 @@ class Document:
     """A tree as it was written, and where each of its keys was written.
 
     `tree` holds dicts with text keys, lists and scalars, with `${...}` unresolved and file references replaced by
-    the content of the files. `where` maps dotted keys (without `init_args`) to "file:line". Neither is changed
-    after reading; the functions of `editing` return new documents.
+    the content of the files, and parts in long form. `where` maps dotted keys (without `init_args`) to "file:line".
+    Neither is changed after reading; the functions of `editing` return new documents.
     """
 
     tree: dict[str, Any]
@@ -72,7 +80,8 @@ class Document:
 
 def read(path: Path, *, root: Path | None = None) -> Document:
     """Read a YAML file and replace every text that ends in `.yaml` by the content of the file it names, but under the
-    keys of NAMING.
+    keys of NAMING. A part in short form, ``{Chain: {length: 3}}``, becomes ``{class_path: Chain, init_args: {length:
+    3}}``.
 
     A reference is looked for beside the file that names it and in that folder's parents up to one called `experiments`,
     then likewise in `root` (default: the folder of `path`) and its parents.
@@ -215,6 +224,11 @@ class _Reader:
                     raise ConfigError(
                         f"{place}{plain_key(key)}{': ' if key else ''}key {name!r} is no text; write '{name}'"
                     )
+            if (name := short_form(node, key)) is not None:
+                return {
+                    "class_path": name,
+                    "init_args": self.expand(node[name] or {}, key=key, file=file, chain=chain),
+                }
             return {
                 k: v if k in NAMING and isinstance(v, str) else self.expand(v, key=join(key, k), file=file, chain=chain)
                 for k, v in node.items()
@@ -274,6 +288,12 @@ class _Reader:
             line = node.start_mark.line + 1
             raise ConfigError(f"{file}:{line}: more than {MOST_NODES} values; aliases (*name) of aliases multiply")
         if isinstance(node, yaml.MappingNode):
+            names = {name.value: _outline(value) for name, value in node.value if isinstance(name, yaml.ScalarNode)}
+            if short_form(names, key) is not None and len(node.value) == 1:
+                ((name, options),) = node.value
+                self.where[plain_key(join(key, "class_path"))] = f"{file}:{name.start_mark.line + 1}"
+                self._mark(options, file, key)
+                return
             # `<<` first: what is written beside it is stronger
             for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
                 if name.value == "<<":
@@ -291,6 +311,24 @@ class _Reader:
             for index, item in enumerate(node.value):
                 self.where[plain_key(join(key, index))] = f"{file}:{item.start_mark.line + 1}"
                 self._mark(item, file, join(key, index))
+
+
+def short_form(node: Mapping[Any, Node], key: str) -> str | None:
+    """Return the class of a part in short form, ``{Chain: {length: 3}}``: a mapping with one key, the name of a class
+    and not one of FREE's, whose value is a mapping, a reference to one, or null. None for any other mapping."""
+    if len(node) != 1 or plain_key(key).rpartition(".")[2] in FREE:
+        return None
+    (name, options), *_ = node.items()
+    reference = isinstance(options, str) and ("${" in options or options.endswith(".yaml"))
+    is_part = isinstance(options, dict) or options is None or reference
+    return name if is_part and isinstance(name, str) and CLASS.fullmatch(name) else None
+
+
+def _outline(node: yaml.Node) -> Node:
+    """Return what `short_form` reads of a value: a scalar's text (null: None), or an empty mapping or list."""
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == NULL_TAG else node.value
+    return {} if isinstance(node, yaml.MappingNode) else []
 
 
 def _up_to_experiments(folder: Path) -> list[Path]:

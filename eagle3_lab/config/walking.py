@@ -16,7 +16,7 @@ from eagle3_lab.config import schema
 from eagle3_lab.config.composing import Composed
 from eagle3_lab.config.editing import LONG_FORM
 from eagle3_lab.config.importing import NoPartError
-from eagle3_lab.config.reading import Node, join, label, locate, plain_key, show
+from eagle3_lab.config.reading import CLASS, Node, join, label, locate, plain_key, show
 from eagle3_lab.config.wording import names_of, words
 from eagle3_lab.config.writing import plain
 from eagle3_lab.errors import ConfigError, near
@@ -107,10 +107,11 @@ class Walk:
         spec = default if isinstance(default, dict) and "class_path" in default else {}
         before = schema.find_class(spec["class_path"], bases) if spec else None
         long = "class_path" in node
+        self._refuse_several_classes(node, key)
         cls = self._class_of(node, bases, key) if long else before or self._only_class(bases, key)
         given = node.get("init_args", {}) if long or node.keys() == {"init_args"} else node
         if not isinstance(given, dict):
-            raise self.error(key, f"init_args: expected a mapping, got {show(given)}")
+            raise self.error(key, f"expected a mapping of options, got {show(given)}")
         same = cls is before
         skip = _filled(cls, kinds)
         try:
@@ -121,6 +122,15 @@ class Walk:
         if (spec and not same) or not (spec or given):  # an optional part of `{}` is none to jsonargparse
             complete = schema.own_defaults(cls, skip) | complete
         return {"class_path": node["class_path"], "init_args": complete} if long else complete
+
+    def _refuse_several_classes(self, node: dict[str, Any], key: str) -> None:
+        """Raises `ConfigError` for a short form with more than its one key."""
+        named = [name for name in node if CLASS.fullmatch(name)]
+        if named and len(node) > 1:
+            others = ", ".join(name for name in node if name != named[0])
+            raise self.error(
+                key, f"{others}: unexpected beside {named[0]}; write one class, with its options below its name"
+            )
 
     def _class_of(self, node: dict[str, Any], bases: tuple[type, ...], key: str) -> type:
         for name in node:
@@ -135,7 +145,7 @@ class Walk:
         concrete = [base for base in bases if not inspect.isabstract(base)]
         if not concrete:
             names = ", ".join(sorted(cls.__name__ for cls in schema.choices(bases)))
-            raise self.error(key, f"no class_path given; legal: {names}")
+            raise self.error(key, f"names no class; write {{CLASS: {{OPTION: VALUE}}}} with one of {names}")
         return concrete[0]
 
 
