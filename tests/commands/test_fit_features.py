@@ -110,7 +110,14 @@ def test_other_trainings_of_an_ablation_read_the_store_and_never_run_the_target(
     first = bench.run("fit", *words)
     assert first.code == 0, first.err
     assert "features: " in first.err and "features: reused" not in first.err
-    monkeypatch.setattr(HFTarget, "features", None)
+    load_target = inputs.load_target
+
+    def without_features(experiment: Experiment) -> HFTarget:
+        target = load_target(experiment)
+        monkeypatch.setattr(target, "features", None)  # loading itself has tried the target's forward
+        return target
+
+    monkeypatch.setattr(inputs, "load_target", without_features)
     for change in (
         ("--optimizer.lr", "1.0e-3"),
         ("--model.unroll.depth", "1", "--data.row_length", "200"),

@@ -64,7 +64,7 @@ TARGETS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an encoder": (lambda f: saved(f, BertModel(BERT)), "of its weights, the first is cls.predictions.bias"),
     "a masked language model": (
         lambda f: saved(f, BertForMaskedLM(BERT)),
-        "this model cannot be decoded by trees here",
+        "target: attention to later tokens; a decoder with full attention would be right",
     ),
     "encoder and decoder": (
         lambda f: saved(
@@ -74,7 +74,7 @@ TARGETS: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "recurrent": (
         lambda f: saved(f, MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2))),
-        "cannot load ",
+        "target.attention: sdpa, which transformers has not for MambaForCausalLM",
     ),
     "no end token": (without_an_end, "does not stop (end tokens [])"),
     "no room": (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from eagle3_lab.tracking.provenance import git_state, machine, provenance
@@ -45,11 +47,12 @@ def test_no_checkout_means_no_git_tags(tmp_path: Path) -> None:
     assert git_state(tmp_path) == {}
 
 
-def test_tags_name_the_seed_data_versions_and_machine() -> None:
+def test_tags_name_the_seed_data_versions_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "eagle3_lab", "fit", "a b.yaml"])
     tags = provenance(seed=7, data_hash="sha256:abc")
     assert (tags["seed"], tags["data"]) == ("7", "sha256:abc")
     assert tags["version.torch"] == torch.__version__
-    assert "pytest" in tags["command"]
+    assert tags["command"] == "python -m eagle3_lab fit 'a b.yaml'"
     assert {"machine.platform", "machine.cpu", "version.lightning", "version.transformers"} <= tags.keys()
     assert f"{torch.get_num_threads()} threads" in tags["machine.cpu"]
     assert ("machine.gpu" in machine()) == torch.cuda.is_available()
