@@ -86,6 +86,8 @@ def _all(ablation: Ablation, left: builtins.list[Cell], jobs: int, retry_failed:
     failed = {one.title: said.error for one in left if (said := failure(ablation, one)) and not said.busy}
     skipped = {} if retry_failed else failed
     todo = [one for one in left if one.title not in skipped and results.of_a_sibling(ablation, one) is None]
+    seeds = list(dict.fromkeys(one.seed for one in ablation.cells))
+    todo.sort(key=lambda one: seeds.index(one.seed))  # all cells with one seed can be compared before the next seed
     schedule = Schedule(ablation, jobs)
     if todo:
         schedule.run(todo)
