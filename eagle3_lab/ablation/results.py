@@ -17,7 +17,7 @@ from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.config.reading import label
 from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation.bootstrap import Interval, ratio_intervals
-from eagle3_lab.system.files import write_whole
+from eagle3_lab.system.files import write_atomic
 from eagle3_lab.training.hit_reading import DocumentHits
 
 FORMAT = 1
@@ -136,7 +136,7 @@ def write(path: Path, result: Result) -> None:
     text = "{\n" + ",\n".join([*lines, f' "conversations": {{\n{rows}\n }}']) + "\n}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.encode())
+        write_atomic(path, text.encode())
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); make room, or make the folder writable"

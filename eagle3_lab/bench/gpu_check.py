@@ -32,7 +32,7 @@ from eagle3_lab.decode.propose.vanilla import Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.draft.unroll import Unroll
 from eagle3_lab.interfaces import Proposer
-from eagle3_lab.system.files import write_whole
+from eagle3_lab.system.files import write_atomic
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.training.loss.terms import SoftCE
 from eagle3_lab.training.loss.unrolled import UnrolledLoss
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found = run(TINY, tests=False) if given.dry_run else run(Sizes(), tests=True)
     text = json.dumps(found, indent=1)
-    write_whole(given.json, (text + "\n").encode())
+    write_atomic(given.json, (text + "\n").encode())
     print(text)
     parts = [part for part in found.values() if isinstance(part, dict)]
     return int(any("failed" in part or "skipped" in part or part.get("exit", 0) for part in parts))

@@ -1,25 +1,23 @@
-"""Answers of an evaluation, kept as they are made: one that is killed goes on after the last prompt that all answered.
+"""The append log of an evaluation: a killed one continues after the last prompt that all methods had answered.
 
-A file of JSON lines. A process that measures begins with a line of its own; then comes a line for each prompt under
-each law, with every contestant's answers and seconds: what is compared was timed by one process. A line that a kill
-left unfinished is dropped.
+A process that measures first appends a line with its run; then comes a line for each prompt under each sampling
+setting, with the responses and seconds of every method: what is compared was timed by one process.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle3_lab.errors import UserError
+from eagle3_lab.system.jsonl_log import JsonLines
 from eagle3_lab.types import Decoded, Round
 
 
 class Place(NamedTuple):
-    """A prompt of a task under a law: both by name, the prompt by its number in the task, counted from 0."""
+    """A prompt of a task under named sampling parameters; ``prompt`` is its number in the task, from 0."""
 
     law: str
     task: str
@@ -28,7 +26,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One answered turn: where, what was decoded, and how long decoding took, in seconds of wall time."""
+    """The response to one turn: its place, the number of the turn from 0, the tokens, and seconds of wall time."""
 
     place: Place
     number: int
@@ -37,16 +35,16 @@ class Turn:
 
 
 Answers = dict[str, list[Turn]]
-"""What every contestant, by name, answered to one prompt under one law."""
+"""Each method's responses to one prompt under one sampling setting, by the method's name."""
 
 
-class Journal:
-    """The answers in one file, those of earlier processes read back.
+class AnswerLog:
+    """The append log of an evaluation's responses.
 
-    ``known`` holds the answers of earlier processes, ``run_id`` the run that the first of them began; ``processes`` how
-    many measured, this one included once it has begun.
+    ``known`` has the responses that earlier processes logged, ``run_id`` the run that they belong to; ``processes``
+    counts the processes that measured, this one included once `begin` was called.
 
-    Raises: UserError where the file cannot be read, or a whole line of it is no answer.
+    Raises: UserError where the file cannot be read, or where one of its records is not a response.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,56 +52,38 @@ class Journal:
         self.run_id: str | None = None
         self.known: dict[Place, Answers] = {}
         self.processes = 0
-        try:
-            lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-            for number, line in enumerate(lines[:-1], 1):
-                self._read(number, line)
-            if lines[-1]:
-                os.truncate(path, path.stat().st_size - len(lines[-1]))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); remove it to measure from the start") from None
+        self._lines = JsonLines(path, "free space, and run again to continue")
+        for number, record in enumerate(self._lines.read(), 1):
+            self._read(number, record)
 
     def begin(self, run_id: str) -> None:
-        """This process measures for that run. Raises UserError where that cannot be written."""
+        """Log that this process measures for a run. Raises UserError where the file cannot be written."""
         self.processes += 1
-        self._append({"run": run_id})
+        self._lines.append({"run": run_id})
 
     def add(self, place: Place, answers: Mapping[str, list[Turn]]) -> None:
-        """Keep all contestants' answers to one prompt. Raises UserError where they cannot be written."""
+        """Log all methods' responses to one prompt. Raises UserError where the file cannot be written."""
         plain = {name: [_plain(turn) for turn in turns] for name, turns in answers.items()}
-        self._append({"law": place.law, "task": place.task, "prompt": place.prompt, "answers": plain})
+        self._lines.append({"law": place.law, "task": place.task, "prompt": place.prompt, "answers": plain})
 
     def remove(self) -> None:
-        """The evaluation is over and its results are kept elsewhere."""
+        """Remove the file, after the evaluation's results were written elsewhere."""
         self.path.unlink(missing_ok=True)
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _read(self, number: int, record: Any) -> None:  # noqa: ANN401  checked here
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(json.dumps(record).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: answers cannot be written ({error.strerror}); make room, and run again to go on"
-            ) from None
-
-    def _read(self, number: int, line: bytes) -> None:
-        try:
-            record = json.loads(line)
             if "run" in record:
                 self.run_id = record["run"]
                 self.processes += 1
                 return
             place = Place(record["law"], record["task"], record["prompt"])
             self.known[place] = {
-                name: [_turn(place, i, told) for i, told in enumerate(turns)]
+                name: [_turn(place, i, turn) for i, turn in enumerate(turns)]
                 for name, turns in record["answers"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
-                f"{self.path}:{number}: no answer of an evaluation; remove the file to measure from the start"
+                f"{self.path}:{number}: is not a response of an evaluation; remove the file to measure from the start"
             ) from None
 
 
@@ -118,7 +98,7 @@ def _plain(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _turn(place: Place, number: int, told: dict[str, Any]) -> Turn:
-    rounds = tuple(Round(*counts) for counts in told["rounds"])
-    decoded = Decoded(tuple(told["tokens"]), rounds, told["ended"], dict(told["stages"]))
-    return Turn(place, number, decoded, float(told["seconds"]))
+def _turn(place: Place, number: int, record: dict[str, Any]) -> Turn:
+    rounds = tuple(Round(*counts) for counts in record["rounds"])
+    decoded = Decoded(tuple(record["tokens"]), rounds, record["ended"], dict(record["stages"]))
+    return Turn(place, number, decoded, float(record["seconds"]))

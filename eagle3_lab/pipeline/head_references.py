@@ -1,11 +1,11 @@
-"""Heads as users name them: a run's, a checkpoint, or a head in another format; what is there is found by its contents.
+"""Heads as users name them. A file's or a folder's content decides which kind it is.
 
     mlflow:RUN_ID            the checkpoint that a run of this store logged
-    work/x/draft.ckpt        a checkpoint of this lab, or the folder of a training that holds one
+    work/x/draft.ckpt        a checkpoint of eagle3_lab, or the folder of the training that wrote it
     heads/mine               a folder in any format of `formats`
     org/name                 the same on the hub
 
-An experiment's name stands for the head that it trained: see `pipeline.run_folder.find_head`, which looks here first.
+The name of an experiment means the head that it trained: see `pipeline.find_head`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LOGGED, LOGGED_CONFIG = Path("checkpoint") / DRAFT, "config.yaml"
 
 @dataclass(frozen=True)
 class HeadPlace:
-    """Where a trained head lies.
+    """A trained head's place.
 
-    ``place``: a checkpoint's path, or a folder or hub id. ``ours``: whether it is a checkpoint of this lab.
-    ``experiment``: what trained it, where that is known; its parts are not yet built.
+    ``place``: a checkpoint's path, or a folder or hub id. ``ours``: whether it is a checkpoint of eagle3_lab.
+    ``experiment``: that trained the head, if it is known; its parts are not built yet.
     """
 
     place: str
@@ -45,26 +45,26 @@ class HeadPlace:
 
     @property
     def path(self) -> Path:
-        """The place as a path; of a hub id, its text."""
+        """Return the place as a path; of a hub id, its text."""
         return Path(self.place)
 
     def content_hash(self) -> str:
-        """Return the identity of the head. Raises UserError where nothing is there any more."""
+        """Return the hash of the head's files. Raises UserError where they are missing."""
         return checkpoint.content_hash(self.path) if self.ours else loading.content_hash(self.place)
 
     def load(
         self, target: HFTarget, source: FeatureSource, draft: DraftModel, *, draft_vocab: int | None = None
     ) -> None:
-        """Build parts for ``target`` and give them the head's weights. ``draft_vocab``: the size that the experiment
-        asks for, compared with a checkpoint's own; None: not compared. Raises UserError where they do not fit."""
+        """Build ``source`` and ``draft`` for ``target`` and load the head's weights into them. ``draft_vocab``: size of
+        the draft vocabulary that a checkpoint must have; None: any. Raises UserError where they do not fit."""
         if self.ours:
             checkpoint.restore(self.path, target, source, draft, draft_vocab=draft_vocab)
         else:
             loading.load(loading.read(self.place), target, source, draft)
 
-    def loaded(self, target: HFTarget, asker: Experiment) -> tuple[FeatureSource, DraftModel]:
-        """Return the head in parts of its own: those of the experiment that trained it, those that its files describe,
-        or, for a checkpoint alone, those of ``asker``.
+    def load_parts(self, target: HFTarget, experiment: Experiment) -> tuple[FeatureSource, DraftModel]:
+        """Return the head in new parts: those of the experiment that trained it, those that its files describe, or,
+        where neither is known, those of ``experiment``.
 
         Raises:
             UserError: parts that do not fit, or none.
@@ -75,26 +75,26 @@ class HeadPlace:
             loading.load(head, target, source, draft)
             return source, draft
         trained = self.experiment
-        if trained is None and asker.model is not None and asker.config is not None:
-            trained = build_config(asker.config)  # parts that nothing has been built in yet
+        if trained is None and experiment.model is not None and experiment.config is not None:
+            trained = build_config(experiment.config)  # a new experiment, whose parts are not built
         if trained is None or trained.model is None:
-            raise UserError(f"{self.place}: no experiment is known whose parts it holds; name that experiment")
+            raise UserError(f"{self.place}: does not say which experiment trained it; name that experiment instead")
         source, draft = trained.model.features, trained.model.draft
         self.load(target, source, draft, draft_vocab=trained.model.vocabulary_size(target.spec))
         return source, draft
 
 
 def find_place(reference: str, store: Path) -> HeadPlace | None:
-    """Return the head that a reference names; None where neither a run nor anything on this machine is meant.
+    """Return the head that a reference names; None where it is neither a run nor a file or folder of this machine.
 
     Raises:
-        UserError: a run without a head, or a file or folder that holds none.
+        UserError: a run without a head, or a file or folder that is none.
     """
     if reference.startswith(RUN):
-        return _of_run(reference.removeprefix(RUN), store)
+        return _logged_by(reference.removeprefix(RUN), store)
     try:
         path = local_path(reference)
-    except UserError:  # no path here, so at most a name
+    except UserError:  # cannot be a path, so it can only be a name
         return None
     if is_file(path) and path.suffix != ENDING:
         if path.suffix == ".safetensors" or (path.suffix in PICKLED and is_file(path.with_name(CONFIG))):
@@ -108,10 +108,10 @@ def find_place(reference: str, store: Path) -> HeadPlace | None:
     return None
 
 
-def _of_run(run_id: str, store: Path) -> HeadPlace:
+def _logged_by(run_id: str, store: Path) -> HeadPlace:
     files = run_files(store, run_id)
     if not (files / LOGGED).is_file():
-        raise UserError(f"{RUN}{run_id}: logged no head ({LOGGED}); name a run that `fit` finished")
+        raise UserError(f"{RUN}{run_id}: logged no head ({LOGGED}); name a run in which `fit` trained a head")
     if not (files / LOGGED_CONFIG).is_file():
         return HeadPlace(str(files / LOGGED), ours=True)
     return HeadPlace(str(files / LOGGED), True, load(files / LOGGED_CONFIG, into=Experiment))

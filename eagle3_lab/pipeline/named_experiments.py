@@ -1,4 +1,4 @@
-"""Experiments that another one names, for the head that they trained: `head:` of a method, `model.start`."""
+"""Experiments that another experiment names (`head:` of a method, `model.start`), for the head that they trained."""
 
 from __future__ import annotations
 
@@ -16,56 +16,58 @@ ENDING = ".yaml"
 
 
 def file_of(experiment: Experiment) -> Path | None:
-    """The file it was read from; None for one that was built otherwise."""
+    """Return the file that an experiment was read from; None for one that was built without a file."""
     return None if experiment.config is None else experiment.config.composed.path
 
 
 def at(experiment: Experiment, key: str) -> str:
-    """ "file:line: key", as far as it is known."""
+    """Return "file:line: key", for error texts; the key alone where its file is not known."""
     where = {} if experiment.config is None else experiment.config.composed.where
     return f"{locate(where, key)}{key}"
 
 
-def read_named(name: str, asker: Experiment, chain: Sequence[Path] = ()) -> tuple[Path, Experiment]:
-    """The experiment called ``name`` (with its ending or without) and its file: looked for from the working folder,
-    then beside the file of ``asker``, then among those that are shipped. ``chain``: files that led here.
+def read_named(name: str, experiment: Experiment, chain: Sequence[Path] = ()) -> tuple[Path, Experiment]:
+    """Return the file and the experiment that a name means.
+
+    Args:
+        name: with or without ``.yaml``. It is searched from the working folder, then beside the file of ``experiment``,
+            then among the shipped experiments.
+        experiment: that contains the name.
+        chain: files of the experiments that led to this name.
 
     Raises:
-        UserError: no such experiment, one that leads back to itself, or one that trains nothing.
+        UserError: no such experiment, one that leads back to itself, or one that trains no head.
     """
-    file = _find(name, file_of(asker))
-    if file.resolve() in [one.resolve() for one in chain]:
-        told = " -> ".join(label(one) for one in (*chain, file))
-        raise UserError(f"{told}: leads back to itself; name another experiment, or a draft.ckpt")
-    experiment = load(file, into=Experiment)
-    experiment.require_training(label(file))
-    return file, experiment
+    file = _find(name, file_of(experiment))
+    if file.resolve() in [link.resolve() for link in chain]:
+        names = " -> ".join(label(link) for link in (*chain, file))
+        raise UserError(f"{names}: leads back to itself; name another experiment, or a draft.ckpt")
+    named = load(file, into=Experiment)
+    named.require_training(label(file))
+    return file, named
 
 
-def names_experiment(name: str, asker: Experiment) -> bool:
-    """Return whether an experiment of this name is found, as `read_named` looks for it."""
+def names_experiment(name: str, experiment: Experiment) -> bool:
+    """Return whether `read_named` finds an experiment of this name."""
     try:
-        _find(name, file_of(asker))
+        _find(name, file_of(experiment))
     except UserError:
         return False
     return True
 
 
 def in_store(experiment: Experiment, folder: Path) -> Experiment:
-    """The same experiment with its runs in ``folder``."""
-    found = replace(experiment)
-    found.tracking = replace(experiment.tracking, folder=folder)
-    return found
+    """Return a copy of the experiment whose runs are in ``folder``."""
+    return replace(experiment, tracking=replace(experiment.tracking, folder=folder))
 
 
-def _find(name: str, asker: Path | None) -> Path:
+def _find(name: str, file: Path | None) -> Path:
     if not name.strip() or name.strip("./") == "":
-        raise UserError(f"{name!r} names no experiment; such as experiments/eagle{ENDING}")
+        raise UserError(f"{name!r} names no experiment; write a name such as experiments/eagle{ENDING}")
     path = Path(name.removesuffix(ENDING) + ENDING)
-    places = [path] if asker is None else [path, asker.parent / path]
-    for place in places:
-        if is_file(place):
-            return place
+    for candidate in [path] if file is None else [path, file.parent / path]:
+        if is_file(candidate):
+            return candidate
     try:
         return find_experiment(path)
     except UserError:

@@ -1,9 +1,9 @@
-"""Which of a training's processes this is, as whoever started it says in the environment: torchrun, SLURM, Kubernetes,
-or Lightning's own launcher, which runs the command line once more for each further process.
+"""The number of this process among those that train together, by the variables that torchrun, SLURM, Kubernetes or
+Lightning's launcher set.
 
-The first process makes what is missing, logs, saves and measures; the others wait for what it makes, train with it and
-leave. This is asked before there is a process group: making a target or answers may take longer than a collective
-waits. What is waited for is a file, so the caches and the tracking folder of all processes must be the same folders.
+The first process prepares what is missing, logs, saves and measures; the others wait for its files, train with it and
+end. They wait for files and not in a collective operation, which would time out: answers may take hours. So all
+processes need the same cache folder and the same tracking folder.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Callable
 
 import torch
 
-EVERY = 0.5  # seconds between two looks at what another process makes
+EVERY = 0.5  # seconds between two checks
 
 
 def is_first() -> bool:
-    """Whether this process is the one that makes, logs and saves: rank 0, or the only one there is."""
+    """Return whether this process is the first one (global rank 0), or the only one."""
     if (rank := os.environ.get("RANK")) is not None:
         return int(rank) == 0
-    if (local := os.environ.get("LOCAL_RANK")) is not None:  # Lightning's launcher counts on each node
+    if (local := os.environ.get("LOCAL_RANK")) is not None:  # set by Lightning's launcher, on each node from 0
         return int(local) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
     return int(os.environ.get("SLURM_PROCID", "0")) == 0
 
 
-def local() -> int:
-    """This process's number on its machine, which is its accelerator's."""
+def local_rank() -> int:
+    """Return the number of this process on its machine, which is also the number of its accelerator."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
-def wait_for(made: Callable[[], bool]) -> None:
-    """Wait until what the first process makes is there. Whoever started the processes ends them if it fails."""
-    while not made():
+def wait_for(is_ready: Callable[[], bool]) -> None:
+    """Wait until ``is_ready`` returns True. If the first process fails, the launcher ends the waiting ones."""
+    while not is_ready():
         time.sleep(EVERY)
 
 
-def part() -> None:
-    """End the process group, once all have come so far: the first process goes on alone, and no metric or checkpoint
-    of its may wait for others that have left."""
+def leave_group() -> None:
+    """End the process group when all processes have called this: the first one continues alone, and none of its
+    metrics or checkpoints may wait for processes that have ended."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

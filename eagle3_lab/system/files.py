@@ -1,4 +1,4 @@
-"""Files: paths as users write them, atomic writes, a lock that one process holds, and the files that commands write."""
+"""Paths as users write them, atomic writes, file locks, and the files that commands write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle3_lab.errors import UserError
 
 
 def bytes_text(count: int | float) -> str:
-    """Bytes in the unit that leaves one to three digits before the point.
+    """Return a number of bytes as text, in the unit that leaves one to three digits before the point.
 
     >>> bytes_text(0), bytes_text(999_999), bytes_text(2.5e9)
     ('0 B', '1.0 MB', '2.5 GB')
@@ -28,20 +28,21 @@ def bytes_text(count: int | float) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path with ``~`` resolved, whether or not something is there. Raises UserError for what can be no path here."""
+    """Return a path with ``~`` resolved, whether or not it exists. Raises UserError for a text that cannot be a path on
+    this machine."""
     try:
         path = Path(text).expanduser()
         path.exists()
-        if "\0" in text:  # which `exists` takes for a file that is not there
+        if "\0" in text:  # `exists` returns False for such a text
             raise ValueError("a null character")
     except (RuntimeError, OSError, ValueError) as error:  # no such home; a name too long
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"{text[:80]}: is no path here ({said}); write one that can be opened") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{text[:80]}: is no path here ({reason}); write one that can be opened") from None
     return path
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there: none is under a name that no file system takes."""
+    """Return whether the path is a file; False for a name that the file system does not allow."""
     try:
         return path.is_file()
     except OSError:
@@ -49,7 +50,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there, as :func:`is_file`."""
+    """Return whether the path is a folder; False for a name that the file system does not allow."""
     try:
         return path.is_dir()
     except OSError:
@@ -57,96 +58,97 @@ def is_folder(path: Path) -> bool:
 
 
 @contextmanager
-def replaced(place: Path) -> Iterator[BinaryIO]:
-    """A file beside ``place`` to be written within; behind it synced and renamed, so that what is found under its name
-    is whole. Nothing half-written is left, but by a process that is killed outright: `remove_leftovers`. Raises
-    OSError."""
-    temporary = place.with_name(f".{place.name}-{os.getpid()}")
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside ``path``; at the end flush it to the disk and rename it to ``path``, so that the file
+    of that name is always complete. After an error the temporary file is removed; after a kill it stays:
+    `remove_leftovers`. Raises OSError."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, place)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(place: Path, data: bytes) -> None:
-    """Write a file as `replaced` does. Raises OSError, and leaves nothing half-written then."""
-    with replaced(place) as file:
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file as `open_atomic` does. Raises OSError."""
+    with open_atomic(path) as file:
         file.write(data)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written in ``folder``. Only for the one process that writes there."""
+    """Remove the temporary files of killed processes. Only for the one process that writes into ``folder``."""
     for leftover in folder.glob(".*-*"):
-        with suppress(OSError):  # a disk that cannot be written says so where something is to be written
+        with suppress(OSError):  # a disk that cannot be written raises at the next write
             leftover.unlink()
 
 
 class Busy(UserError):
-    """Another process holds what this one needs."""
+    """Another process has locked what this process needs."""
 
 
-def hold(lock: Path, busy: str) -> AbstractContextManager[object]:
-    """Take a lock, its folder made where it is missing, and let go of it behind the `with` that this is for.
+def file_lock(path: Path, busy: str) -> AbstractContextManager[object]:
+    """Lock a file, which is created with its folder if missing, until the end of a ``with`` statement. The system
+    unlocks it when the process ends, also after a kill.
 
     Raises:
-        Busy: with the text ``busy``, where another process holds it.
+        Busy: with the text ``busy``, where another process has locked it.
         OSError: it cannot be written.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(lock).acquire(timeout=0)
+        return FileLock(path).acquire(timeout=0)
     except Timeout:
         raise Busy(busy) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside the place, sync and rename; what a link points to is written in its place, and into a device or a
-    pipe (``/dev/stdout``) the text simply goes. Raises UserError where that cannot be written."""
+    """Write a text file atomically. A link is followed; a device or a pipe (``/dev/stdout``) is appended to. Raises
+    UserError where the file cannot be written."""
     try:
         if path.exists() and not _is_replaced(path):
-            with path.open("a") as stream:  # behind what stands there, if stdout is a file; a folder is refused here
+            with path.open("a") as stream:  # appended, in case stdout is a file; a folder raises OSError
                 stream.write(text)
             return
         place = path.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, text.encode())
+        write_atomic(place, text.encode())
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name a place that can") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name a file that can be written") from None
 
 
 def require_place(path: Path | None, option: str) -> None:
-    """Tell before hours of work that a file could not be written after them, as :func:`write_text` would: by making
-    one beside it that leaves no trace. Raises UserError."""
+    """Check before a long job that `write_text` could write ``path`` after it. Raises UserError that names the command
+    line's ``option``."""
     if path is None:
         return
     try:
         if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-            raise UserError(f"{option}: {path} cannot be written; name a file that can")
+            raise UserError(f"{option}: {path} cannot be written; name a file that can be written")
         if path.exists() and not _is_replaced(path):
             return
-        around = path.resolve().parent
-        while not around.exists():
-            around = around.parent
-        with tempfile.TemporaryFile(dir=around):  # also refused where there is no folder, or none that takes files
+        folder = path.resolve().parent
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):  # raises OSError where no file can be created
             pass
-    except (OSError, RuntimeError) as error:  # the second from links in a circle
+    except (OSError, RuntimeError) as error:  # the second from links that form a circle
         reason = error.strerror if isinstance(error, OSError) else "links in a circle"
-        raise UserError(f"{option}: {path} cannot be written ({reason}); name a file that can") from None
+        raise UserError(f"{option}: {path} cannot be written ({reason}); name a file that can be written") from None
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether what is there is put out of its place by a new file: a file is, a device or a pipe is written into."""
+    """Return whether writing replaces what exists at ``path``: True for a file, False for a device or a pipe."""
     return path.is_file() and not path.absolute().is_relative_to("/dev")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours; empty where there is none or what is there is none (a disk that failed)."""
+    """Return the JSON object in a file that this package wrote; {} where the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -1,8 +1,6 @@
-"""What a long job has finished, step by step, on disk: killed at any moment, it goes on behind its last whole step.
+"""Append logs: files of JSON lines that let a killed job continue after its last complete line.
 
-One JSON line a step, `{"step": NAME, "value": ...}`, written before the next one begins, so that no kill takes it back;
-and flushed to the disk, once a second where steps follow each other fast, so that a power cut takes no more than that.
-A line that was left unfinished is taken from the file; whoever asks for its step makes it again.
+A line that a kill or a power cut left incomplete is removed when the log is read; its record is computed again.
 """
 
 from __future__ import annotations
@@ -16,112 +14,117 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lab.errors import UserError
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there, two jobs on one file are not noticed
-    fcntl = None
+from eagle3_lab.system.files import file_lock
 
 FLUSH_EVERY = 1.0  # seconds
+ADVICE = "free space, or set EAGLE3_LAB_CACHE"
 
 
-class Journal:
-    """The steps that are finished, by name. Made by :func:`journal`."""
+class JsonLines:
+    """An append-only file of JSON lines.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
+    Args:
+        path: of the file; it is created, with its folder, by the first `append`.
+        advice: the end of an error's text: what the user should do where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, advice: str) -> None:
+        self.path = path
+        self._advice = advice
         self._flushed = time.monotonic()
-        self._steps = _whole_lines(path)
-        os.lseek(descriptor, 0, os.SEEK_END)
 
-    def known(self, prefix: str) -> list[Any]:
-        """The values of the finished steps whose names begin so."""
+    def read(self, is_record: Callable[[Any], bool] = lambda value: True) -> list[Any]:
+        """Return the records. The first line that is incomplete, no JSON or no record, and all lines behind it, are
+        removed from the file. Raises UserError."""
+        records: list[Any] = []
+        size = 0
+        try:
+            data = self.path.read_bytes() if self.path.is_file() else b""
+            for line in data.split(b"\n")[:-1]:  # not splitlines: a text may contain rarer line ends
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    break
+                if not is_record(value):
+                    break
+                records.append(value)
+                size += len(line) + 1
+            if size < len(data):
+                os.truncate(self.path, size)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); remove it to start anew") from None
+        return records
+
+    def append(self, record: object, flush: bool = True) -> None:
+        """Append a record, which no kill removes. ``flush``: also write it to the disk now, so that no power cut
+        removes it; otherwise at the latest by the first `append` a second later. Raises UserError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                if flush or time.monotonic() - self._flushed > FLUSH_EVERY:
+                    os.fsync(file.fileno())
+                    self._flushed = time.monotonic()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); {self._advice}") from None
+
+
+class AppendLog:
+    """The finished steps of one job, each a name and a JSON value. Created by `open_append_log`."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path, ADVICE)
+        self._steps = {record["step"]: record["value"] for record in self._lines.read(_is_step)}
+
+    def values(self, prefix: str) -> list[Any]:
+        """Return the values of the finished steps whose names begin with ``prefix``."""
         return [value for name, value in self._steps.items() if name.startswith(prefix)]
 
-    def step(self, name: str, make: Callable[[], Any]) -> Any:  # noqa: ANN401  JSON has no better type
-        """The value of a step: what is written down, else what ``make`` gives now, written down.
-
-        ``name`` names one step of one job for good: the same name must always mean the same value.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        if name not in self._steps:
-            self.put(name, make())
-            self._flush()
-        return self._steps[name]
-
-    def found(self, name: str) -> Any:  # noqa: ANN401
-        """The value of a finished step; None where it is not finished."""
+    def get(self, name: str) -> Any:  # noqa: ANN401  JSON has no better type
+        """Return the value of a finished step; None for a step that is not finished."""
         return self._steps.get(name)
 
+    def step(self, name: str, compute: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Return the value of a step: the logged one, else the result of ``compute``, which is then logged. One name
+        always means the same value. Raises UserError where the file cannot be written."""
+        if name not in self._steps:
+            self._put(name, compute(), flush=True)
+        return self._steps[name]
+
     def put(self, name: str, value: Any) -> None:  # noqa: ANN401
-        """Write down a step's value, which is not None.
+        """Log the value of a step, which is not None. Raises UserError where the file cannot be written."""
+        self._put(name, value, flush=False)
 
-        Raises:
-            UserError: the file cannot be written.
-        """
-        line = (json.dumps({"step": name, "value": value}, ensure_ascii=False) + "\n").encode()
-        try:
-            while line:  # a write to a disk that is nearly full may take a part only
-                line = line[os.write(self._descriptor, line) :]
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
+    def _put(self, name: str, value: Any, flush: bool) -> None:  # noqa: ANN401
+        self._lines.append({"step": name, "value": value}, flush)
         self._steps[name] = value
-        if time.monotonic() - self._flushed > FLUSH_EVERY:
-            self._flush()
 
-    def _flush(self) -> None:
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
-        self._flushed = time.monotonic()
+
+def _is_step(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, dict) and isinstance(value.get("step"), str) and "value" in value
 
 
 @contextmanager
-def journal(path: Path) -> Iterator[Journal]:
-    """Open a job's journal, alone.
+def open_append_log(path: Path) -> Iterator[AppendLog]:
+    """Open a job's append log, locked against other processes.
 
     Raises:
-        UserError: the file cannot be written, or another process is at the same job.
+        UserError: the file cannot be written, or another process is doing the same job or has just finished it.
     """
+    lock = path.with_name(f".{path.name}.lock")
+    existed = path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        locked = file_lock(lock, f"{path}: another process is at the same work; wait for its end, or end it")
+        finished = existed and not path.exists()  # the other process removed it before this one locked it
+        if not finished:
+            path.touch()
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {ADVICE}") from None
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{path}: another process is at the same work; wait for it, or stop it") from None
-        if not path.exists():  # between our opening it and locking it, another process finished and removed it
-            raise UserError(f"{path}: another process has just finished the same work; run again to go on with it")
-        yield Journal(path, descriptor)
+        with locked:
+            if finished:
+                raise UserError(f"{path}: another process has just finished the same work; run again to use its result")
+            yield AppendLog(path)
     finally:
-        os.close(descriptor)
-
-
-def _whole_lines(path: Path) -> dict[str, Any]:
-    """The finished steps; what stands behind them is taken from the file."""
-    found: dict[str, Any] = {}
-    size = 0
-    data = path.read_bytes()
-    for line in data.split(b"\n")[:-1]:  # not splitlines: a text may hold rarer line ends
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), str) or "value" not in record:
-            break  # no line of ours
-        found[record["step"]] = record["value"]
-        size += len(line) + 1
-    if size < len(data):
-        os.truncate(path, size)
-    return found
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); free space, or set EAGLE3_LAB_CACHE")
+        lock.unlink(missing_ok=True)

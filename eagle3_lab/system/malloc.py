@@ -1,8 +1,8 @@
-"""Memory that a training step frees, kept for the next one.
+"""Settings of the C library's malloc that let a process reuse the memory that it frees.
 
-glibc gives larger arrays back to the system when they are freed, or soon after, asks for them anew, and the system
-clears every page of what it hands out. A step asks for the same arrays again and again: on a CPU that costs a tenth of
-it (NOTES.md). With other libraries, and on a GPU, where torch keeps memory itself, there is nothing to do.
+By default glibc returns larger arrays to the system when they are freed, and the system clears every page that it
+allocates. A training step allocates the same arrays again and again, so on a CPU this costs a tenth of its time
+(NOTES.md). Other libraries, and torch's allocator on a GPU, need no settings.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import ctypes
 import platform
 
-# glibc's malloc.h; the threshold is the largest that it takes
+# Names and the largest threshold from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_FREE, MAPPED_FROM = 2**31 - 1, 32 * 2**20
+TRIM_BYTES, MMAP_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """From here on, this process keeps what it frees, up to 2 GiB, of arrays up to 32 MiB. Whether this system's
-    library can do that. Source: glibc's mallopt(3)."""
+    """Let this process reuse freed arrays of up to 32 MiB, 2 GiB in all, and return whether the C library supports it.
+    Source: glibc's mallopt(3)."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(M_MMAP_THRESHOLD, MAPPED_FROM), mallopt(M_TRIM_THRESHOLD, KEPT_FREE)])
+    return all([mallopt(M_MMAP_THRESHOLD, MMAP_BYTES), mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)])

@@ -1,6 +1,6 @@
-"""Stages of a long command: how far, how fast, how long yet, against which budget, and what it took.
+"""Progress of a command's stages: units done, rate, time left, budget, and at the end the time that it took.
 
-Goes to stderr: one line updated in place on a terminal, elsewhere (a log file, CI) a line now and then.
+Written to stderr: on a terminal one line that is updated in place, elsewhere (a log file, CI) a line every 5 seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ Out = TextIO | TextIOBase  # to the type checker sys.stderr is the first, at run
 TERMINAL_EVERY, LOG_EVERY = 0.1, 5.0
 
 
-class _Nowhere(TextIOBase):
+class _NoOutput(TextIOBase):
     def write(self, text: str) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         return len(text)
 
 
-_NOWHERE = _Nowhere()
-
-
 class Stage:
-    """One stage, running. Made by :func:`stage`."""
+    """A stage that is running. Created by :func:`stage`."""
 
     def __init__(
         self,
@@ -50,25 +47,25 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stage began."""
+        """Return the seconds since the stage began."""
         return self._clock() - self._started
 
     def advance(self, n: int = 1, **extra: int) -> None:
-        """``n`` more units are done; ``extra`` counts other things that went by, e.g. ``tokens=512``."""
+        """Count ``n`` more units as done, and more of other units by name, e.g. ``tokens=512``."""
         self.done += n
-        for what, count in extra.items():
-            self._extra[what] = self._extra.get(what, 0) + count
+        for unit, count in extra.items():
+            self._extra[unit] = self._extra.get(unit, 0) + count
         if self._clock() - self._shown >= (TERMINAL_EVERY if self._terminal else LOG_EVERY):
             self._show()
 
     def begin_at(self, done: int, total: int) -> None:
-        """``done`` of ``total`` units were done before this stage began, as in a run that goes on: they took none of
-        its time, so no rate and no time left is reckoned from them."""
+        """Set the units that were done before this stage began, as in a run that is continued, and the total. The rate
+        and the time left count later units alone."""
         self.done = self._begun = done
         self.total = total
 
     def reused(self) -> None:
-        """Nothing had to be done: what the stage makes is there already, unchanged."""
+        """Report at the end that the stage's result already existed and was used."""
         self._reused = True
 
     def _show(self) -> None:
@@ -78,19 +75,19 @@ class Stage:
         self._write(", ".join(parts), last=False)
 
     def _rates(self) -> list[str]:
-        """The extras' rates if any are counted, else the units': one is enough on a line."""
+        """Return the rates of the other units if any are counted, else the rate of the stage's own unit."""
         seconds = self.seconds
-        if self.total == 1:  # one thing has no rate
+        if self.total == 1:
             return []
         counts = self._extra or {self.unit: self.done - self._begun}
-        return [f"{rate(count, seconds)} {what}/s" for what, count in counts.items() if count and seconds > 0]
+        return [f"{rate(count, seconds)} {unit}/s" for unit, count in counts.items() if count and seconds > 0]
 
     def _left(self) -> list[str]:
         budget = [] if self.budget_s is None else [f"budget {duration(self.budget_s)}"]
-        now = self.done - self._begun
-        if not now or self.total is None or self.done >= self.total:
+        done_now = self.done - self._begun
+        if not done_now or self.total is None or self.done >= self.total:
             return budget
-        return [f"{duration(self.seconds / now * (self.total - self.done))} left", *budget]
+        return [f"{duration(self.seconds / done_now * (self.total - self.done))} left", *budget]
 
     def _write(self, line: str, last: bool) -> None:
         if self._terminal:
@@ -109,10 +106,10 @@ class Stage:
         elif self._reused:
             self._write(f"{self.name}: reused (unchanged)", last=True)
         else:
-            parts = [f"{self.name}: {self.done} {self.unit} in {duration(self.seconds)}{self._verdict()}"]
+            parts = [f"{self.name}: {self.done} {self.unit} in {duration(self.seconds)}{self._compared()}"]
             self._write(", ".join(parts + self._rates()), last=True)
 
-    def _verdict(self) -> str:
+    def _compared(self) -> str:
         if self.budget_s is None:
             return ""
         over = "over its " if self.seconds > self.budget_s else ""
@@ -128,7 +125,7 @@ def stage(
     out: Out | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Stage]:
-    """Report a stage from its begin to its end, also to a bad end.
+    """Report the progress of a stage until the end of the ``with`` statement, also where it fails.
 
         with stage("answers", "prompts", total=32, budget_s=120) as s:
             for prompt in prompts:
@@ -138,15 +135,16 @@ def stage(
         answers: 32 prompts in 48 s (budget 2 min 0 s), 31 tokens/s
 
     Args:
-        name: what is made.
+        name: of the stage.
         unit: what ``advance`` counts.
-        total: how many units there will be, where that is known.
-        budget_s: seconds the stage is meant to take; nothing is stopped when they are over, but it is said.
-        out: where to write, by default stderr, and nowhere in a training's further processes.
-        clock: seconds that only grow.
+        total: number of units, if it is known.
+        budget_s: seconds that the stage should take; only reported, nothing is stopped.
+        out: by default stderr; in all processes of a training but the first, nothing is written.
+        clock: returns seconds that never decrease.
     """
-    somewhere: Out = sys.stderr if distributed.is_first() else _NOWHERE
-    running = Stage(name, unit, total, budget_s, somewhere if out is None else out, clock)
+    if out is None:
+        out = sys.stderr if distributed.is_first() else _NoOutput()
+    running = Stage(name, unit, total, budget_s, out, clock)
     running._show()
     try:
         yield running
@@ -157,13 +155,13 @@ def stage(
 
 
 def rate(count: int, seconds: float) -> str:
-    """0.42, 3.1, 31, 1235."""
+    """Return a count per second as text: 0.42, 3.1, 31, 1235."""
     value = count / seconds
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def duration(seconds: int | float) -> str:
-    """0.4 s, 48 s, 2 min 10 s, 1 h 23 min."""
+    """Return seconds as text: 0.4 s, 48 s, 2 min 10 s, 1 h 23 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

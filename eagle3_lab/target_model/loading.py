@@ -330,7 +330,7 @@ def _moved(model: transformers.PreTrainedModel, device: str) -> transformers.Pre
 def _own() -> str:
     """This process's accelerator, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return f"cuda:{distributed.local() % count}" if count else "cpu"
+    return f"cuda:{distributed.local_rank() % count}" if count else "cpu"
 
 
 def _short(data: bytes) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle3_lab.config.reading import show
 from eagle3_lab.errors import UserError
 from eagle3_lab.interfaces import DraftModel, FeatureSource, FrozenTarget
-from eagle3_lab.system.files import is_file, is_folder, replaced
+from eagle3_lab.system.files import is_file, is_folder, open_atomic
 from eagle3_lab.types import TargetSpec
 
 KEY = "eagle3_lab"
@@ -55,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(place) as file:
+            with open_atomic(place) as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             # torch's writer fails a second time when it closes a file that could not be written to

@@ -485,7 +485,7 @@ def test_the_sources_of_the_papers_and_all_evaluation_sets_are_there() -> None:
     [
         (
             ["--data.path", "x.jsonl"],
-            r"data\.path: 'x\.jsonl', but there is a prepare section; write",
+            r"data\.path: 'x\.jsonl', but the experiment has a prepare section; set",
         ),
         (["--prepare", "null"], r"data\.path: 'prepared', but the experiment has no prepare section"),
         (["--prepare.rows", "0"], r"prepare\.rows must be >= 1, got 0"),
@@ -524,4 +524,4 @@ def test_a_target_without_a_template_or_that_does_not_end_there_is_refused_befor
 def test_a_dry_run_makes_nothing(tiny: TinyLab, tmp_path: Path) -> None:
     ran = run("fit", str(experiment(tiny, tmp_path, messages_jsonl(tmp_path))), "--dry-run")
     assert ran.code == 2
-    assert "is not made yet; run the verb prepare first" in ran.err
+    assert "is not made yet; run `python -m eagle3_lab prepare` first" in ran.err

@@ -21,10 +21,10 @@ from eagle3_lab.data.sources.fields import Fields
 from eagle3_lab.data.sources.prompt_files import PromptFiles
 from eagle3_lab.data.sources.prompts import Desk, questions
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.jsonl_log import Journal
+from eagle3_lab.system.jsonl_log import AppendLog
 from eagle3_lab.target_model.hf_target import HFTarget
 
-NO_DESK = Desk(object.__new__(HFTarget), object.__new__(Journal))
+NO_DESK = Desk(object.__new__(HFTarget), object.__new__(AppendLog))
 QUICK, FULL = 200, 2000
 
 texts = st.text(st.characters(), max_size=6) | st.sampled_from(["", " ", "q", "<|im_end|>", "\ud83d", "\u2028"])

@@ -1,4 +1,4 @@
-"""Answers kept as they are made: read back whole, a torn line dropped, a foreign one refused."""
+"""The append log of an evaluation: read back complete, an incomplete line removed, a foreign one refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation.answer_log import Journal, Place, Turn
+from eagle3_lab.evaluation.answer_log import AnswerLog, Place, Turn
 from eagle3_lab.types import Decoded, Round
 
 FIRST, SECOND = Place("T0", "chat", 0), Place("T1", "chat", 0)
@@ -18,30 +18,30 @@ def turn(place: Place, number: int = 0) -> Turn:
     return Turn(place, number, decoded, 0.875)
 
 
-def begun(path: Path) -> Journal:
+def begun(path: Path) -> AnswerLog:
     """One prompt of two turns answered by two contestants."""
-    journal = Journal(path)
-    journal.begin("run0")
-    journal.add(FIRST, {"vanilla": [turn(FIRST), turn(FIRST, 1)], "lookup": [turn(FIRST), turn(FIRST, 1)]})
-    return journal
+    log = AnswerLog(path)
+    log.begin("run0")
+    log.add(FIRST, {"vanilla": [turn(FIRST), turn(FIRST, 1)], "lookup": [turn(FIRST), turn(FIRST, 1)]})
+    return log
 
 
 def test_an_empty_place_knows_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "work" / "answers.jsonl")
-    assert (journal.run_id, journal.known, journal.processes) == (None, {}, 0)
+    log = AnswerLog(tmp_path / "work" / "answers.jsonl")
+    assert (log.run_id, log.known, log.processes) == (None, {}, 0)
     assert list(tmp_path.iterdir()) == []
-    journal.remove()
+    log.remove()
 
 
 def test_what_was_answered_is_read_back_as_it_was(tmp_path: Path) -> None:
     begun(tmp_path / "work" / "answers.jsonl")
-    again = Journal(tmp_path / "work" / "answers.jsonl")
+    again = AnswerLog(tmp_path / "work" / "answers.jsonl")
     turns = [turn(FIRST), turn(FIRST, 1)]
     assert again.known == {FIRST: {"vanilla": turns, "lookup": turns}}
     assert (again.run_id, again.processes) == ("run0", 1)
     again.begin("run0")
     again.add(SECOND, {"vanilla": [turn(SECOND)], "lookup": [turn(SECOND)]})
-    third = Journal(again.path)
+    third = AnswerLog(again.path)
     assert (list(third.known), third.processes) == ([FIRST, SECOND], 2)
     third.remove()
     assert not third.path.exists()
@@ -53,25 +53,25 @@ def test_a_line_torn_at_any_byte_costs_that_line_alone(tmp_path: Path) -> None:
     begin = whole.index(b"\n") + 1
     for cut in range(begin, len(whole)):
         path.write_bytes(whole[:cut])
-        torn = Journal(path)
+        torn = AnswerLog(path)
         assert (torn.known, torn.run_id) == ({}, "run0")
         assert path.read_bytes() == whole[:begin]
     torn.add(FIRST, {"vanilla": [turn(FIRST)]})
-    assert list(Journal(path).known) == [FIRST]
+    assert list(AnswerLog(path).known) == [FIRST]
 
 
 @pytest.mark.parametrize(
-    "line", ["no JSON", "[]", "{}", '{"law": "T0", "task": "chat", "prompt": 0, "answers": {"a": [{}]}}']
+    "line", ["[]", "{}", '{"law": "T0", "task": "chat", "prompt": 0, "answers": {"a": [{}]}}']
 )
 def test_a_whole_line_that_is_no_answer_is_named(tmp_path: Path, line: str) -> None:
     path = begun(tmp_path / "answers.jsonl").path
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UserError, match=r"answers\.jsonl:3: no answer of an evaluation; remove the file") as told:
-        Journal(path)
+    with pytest.raises(UserError, match=r"answers\.jsonl:3: is not a response of an evaluation; remove the file") as told:
+        AnswerLog(path)
     assert "\n" not in str(told.value)
 
 
 def test_a_place_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(UserError, match=r"answers cannot be written \(.*\); make room, and run again to go on"):
-        Journal(tmp_path / "taken" / "answers.jsonl").begin("run0")
+    with pytest.raises(UserError, match=r"cannot be written \(.*\); free space, and run again to continue"):
+        AnswerLog(tmp_path / "taken" / "answers.jsonl").begin("run0")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.files import write_whole
+from eagle3_lab.system.files import write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -140,7 +140,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Into its folder, whole or not at all."""
         said = {"contents": asdict(self.contents), "shards": [asdict(one) for one in self.shards]}
-        write_whole(folder / MANIFEST, (json.dumps(said, indent=1) + "\n").encode())
+        write_atomic(folder / MANIFEST, (json.dumps(said, indent=1) + "\n").encode())
 
     @property
     def finished(self) -> bool:

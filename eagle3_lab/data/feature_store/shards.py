@@ -31,7 +31,7 @@ from torch import Tensor
 
 from eagle3_lab.data.feature_store.manifest import Contents, Manifest, refuse_other, shard_file
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.files import write_whole
+from eagle3_lab.system.files import write_atomic
 
 
 def write_shard(
@@ -52,7 +52,7 @@ def write_shard(
     data = safetensors.torch.save(
         rows | {"start": torch.tensor(start), "check": torch.tensor(check)}, metadata={"contents": contents.digest}
     )
-    write_whole(shard_file(folder, number), data)
+    write_atomic(shard_file(folder, number), data)
 
 
 @dataclass(frozen=True)

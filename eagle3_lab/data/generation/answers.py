@@ -21,7 +21,7 @@ from eagle3_lab.data.repetition import is_looping
 from eagle3_lab.data.tasks import Prompt, Task
 from eagle3_lab.errors import UserError
 from eagle3_lab.interfaces import Target
-from eagle3_lab.system.files import hold, write_whole
+from eagle3_lab.system.files import file_lock, write_atomic
 from eagle3_lab.types import COLDEST
 
 
@@ -97,7 +97,7 @@ class Answers:
         busy = f"{place}: is being written by another process; wait for its end, or end it and run this again"
         lock = place.with_suffix(".lock")
         try:
-            with hold(lock, busy):
+            with file_lock(lock, busy):
                 if not place.is_file():  # another process may have finished it between our look and our lock
                     self._write(target, chat, questions, ids, place, on_answer)
             lock.unlink(missing_ok=True)  # whoever takes it from now on finds the file and writes nothing
@@ -140,7 +140,7 @@ class Answers:
         for record in ordered:
             del record["tokens"]
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in ordered)
-        write_whole(place, text.encode())
+        write_atomic(place, text.encode())
         unfinished.unlink()
 
 

@@ -18,7 +18,7 @@ from eagle3_lab.data.generation.batched import answers
 from eagle3_lab.data.repetition import is_looping
 from eagle3_lab.data.turns import Message, Tools
 from eagle3_lab.interfaces import Target
-from eagle3_lab.system.jsonl_log import Journal
+from eagle3_lab.system.jsonl_log import AppendLog
 
 WAVES = 4  # prompts of a batch, per row: as one row's answer ends, the next prompt takes its place
 TOO_LONG = "longer than the target reads"
@@ -136,7 +136,7 @@ def converse(
     chat: Chat,
     answerer: Answerer,
     room: Room,
-    journal: Journal,
+    journal: AppendLog,
     name: str,
     on_answer: Callable[[int], None],
 ) -> None:
@@ -156,7 +156,7 @@ def converse(
         for number, batch in enumerate(_batches(fitting, ids, room)):
             prompts, numbers = [ids[i] for i in batch], [going[i].number for i in batch]
             names = [f"{name} {turn} {number} {place}" for place in range(len(batch))]
-            said = {place: Said(*found) for place, one in enumerate(names) if (found := journal.found(one))}
+            said = {place: Said(*found) for place, one in enumerate(names) if (found := journal.get(one))}
             rows = room.rows_for(max(map(len, prompts)))
             left = answerer.answer(prompts, numbers, turn, rows, room, dict(said)) if len(said) < len(batch) else ()
             for place, written in left:

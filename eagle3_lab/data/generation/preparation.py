@@ -38,7 +38,7 @@ from eagle3_lab.data.tasks import Task
 from eagle3_lab.data.turns import Message
 from eagle3_lab.errors import UserError
 from eagle3_lab.interfaces import Target
-from eagle3_lab.system.jsonl_log import Journal, journal
+from eagle3_lab.system.jsonl_log import AppendLog, open_append_log
 from eagle3_lab.system.progress import stage
 from eagle3_lab.types import COLDEST, require_dtype
 
@@ -178,7 +178,7 @@ class Preparation:
             unfinished.unlink(missing_ok=True)  # a kill behind the last write left it
             self._renew_licences(place)
             return place
-        with journal(unfinished) as kept:
+        with open_append_log(unfinished) as kept:
             report = Report("prompts")
             talks = self._talks(Desk(target, kept, report), report)
             dialogues = [_dialogue(talk, i) for i, talk in enumerate(talks)]
@@ -194,7 +194,7 @@ class Preparation:
                 shorter = ", or a smaller prepare.sampling.max_new_tokens," if TOO_LONG in answers.dropped else ""
                 raise UserError(f"prepare: no conversation was answered ({answers}); other prompts{shorter} are needed")
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            manifest = self._manifest(target, chat, records, text, [report, answers], kept.found(SERVED_BY))
+            manifest = self._manifest(target, chat, records, text, [report, answers], kept.get(SERVED_BY))
             put(manifest_of(place), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             put(place, text)  # the last: where it is, all is done
             unfinished.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ class Preparation:
         self,
         target: Target,
         chat: Chat,
-        kept: Journal,
+        kept: AppendLog,
         load: Callable[[torch.dtype], Target],
         parts: tuple[list[Dialogue], list[Dialogue], list[Dialogue]],
         budget_s: float | None,
@@ -258,7 +258,7 @@ class Preparation:
         asked = sum(turn["role"] == "user" for one in (*held, *greedy, *drawn) for turn in one.asked)
         if not self.regenerate:
             asked = sum(turn["role"] == "user" for one in held for turn in one.asked)
-        done = len(kept.known("answers "))
+        done = len(kept.values("answers "))
         with stage("answers", "turns", asked - done, budget_s) as s:
 
             def on_answer(tokens: int) -> None:
@@ -272,7 +272,7 @@ class Preparation:
                     converse(some, chat, answerer, room, kept, f"answers {name}", on_answer)
 
     def _answerer(
-        self, target: Target, load: Callable[[torch.dtype], Target], temperature: float, kept: Journal
+        self, target: Target, load: Callable[[torch.dtype], Target], temperature: float, kept: AppendLog
     ) -> Answerer:
         law = {"temperature": temperature, "top_p": self.sampling.top_p, "seed": self.sampling.seed}
         if self.server is not None:

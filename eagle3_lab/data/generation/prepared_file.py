@@ -14,7 +14,7 @@ from eagle3_lab.data.generation.dialogue import Dialogue
 from eagle3_lab.data.sources.prompts import NOT_STATED, Talk
 from eagle3_lab.data.turns import Tools
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.files import write_whole
+from eagle3_lab.system.files import write_atomic
 
 
 def answered(dialogues: Sequence[Dialogue], temperature: float, split: str) -> list[dict[str, Any]]:
@@ -117,6 +117,6 @@ def require_whole(file: Path) -> None:
 def put(place: Path, text: str) -> None:
     """Write a file whole or not at all. Raises UserError where that cannot be written."""
     try:
-        write_whole(place, text.encode())
+        write_atomic(place, text.encode())
     except OSError as error:
         raise UserError(f"{place}: cannot be written ({error.strerror}); free space, or set EAGLE3_LAB_CACHE") from None

@@ -17,7 +17,7 @@ from eagle3_lab.data.records import Names
 from eagle3_lab.data.turns import UNUSABLE, Message, Tools
 from eagle3_lab.errors import UserError
 from eagle3_lab.interfaces import Target
-from eagle3_lab.system.jsonl_log import Journal
+from eagle3_lab.system.jsonl_log import AppendLog
 
 NOT_STATED = "not stated"
 
@@ -39,7 +39,7 @@ class Desk:
     where a source counts what it has and does not give."""
 
     target: Target
-    journal: Journal
+    journal: AppendLog
     report: Report = field(default_factory=lambda: Report("prompts"))
 
     def stop_at(self, limit: int, source: str) -> None:

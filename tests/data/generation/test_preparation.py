@@ -25,7 +25,7 @@ from eagle3_lab.data.sources.prompts import Desk, Talk
 from eagle3_lab.data.sources.self_written import SelfWritten, user_opening
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.jsonl_log import journal
+from eagle3_lab.system.jsonl_log import open_append_log
 from eagle3_lab.target_model.hf_target import HFTarget
 
 QUESTIONS = ["why?", "größer\u2028als\x85das?", "how many?", "when, and where, and for how long?", "who?", "so?"]
@@ -297,7 +297,7 @@ def test_no_more_conversations_are_asked_for_than_the_limit_wants(
         pytest.fail("a target would have been made to write another batch")
 
     monkeypatch.setattr(PromptFiles, "talks", talks)
-    with journal(tmp_path / "j") as kept:
+    with open_append_log(tmp_path / "j") as kept:
         found = choice(asked, limit=2)._talks(Desk(target, kept), Report("prompts"))
     assert [one.id for one in found] == ["q1", "q2"]
 
@@ -350,14 +350,14 @@ def test_self_written_turns_are_filtered_without_repeats_and_resumed(
     )
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: next(written))
     source = SelfWritten(2, max_tokens=60)
-    with journal(tmp_path / "j") as kept:
+    with open_append_log(tmp_path / "j") as kept:
         first = list(source.talks(Desk(target, kept)))
     assert [talk.messages[0]["content"] for talk in first] == [
         "One two three four five six seven eight nine",
         "the second one that can be used",
     ]
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: pytest.fail("written again"))
-    with journal(tmp_path / "j") as kept:
+    with open_append_log(tmp_path / "j") as kept:
         assert list(source.talks(Desk(target, kept))) == first
     assert source.licences() == {"self-written": source.licence}
 
@@ -366,5 +366,5 @@ def test_a_target_that_writes_nothing_usable_is_one_line(
     target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: ["no"])
-    with journal(tmp_path / "j") as kept, pytest.raises(UserError, match=r"of 320 turns .* only 0 can be used, 5"):
+    with open_append_log(tmp_path / "j") as kept, pytest.raises(UserError, match=r"of 320 turns .* only 0 can be used, 5"):
         list(SelfWritten(5, max_tokens=60).talks(Desk(target, kept)))

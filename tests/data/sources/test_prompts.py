@@ -15,11 +15,11 @@ from eagle3_lab.data.sources.hub import HubPrompts
 from eagle3_lab.data.sources.prompt_files import PromptFiles
 from eagle3_lab.data.sources.prompts import Desk, Mixture, Prompts, Share, Talk, questions
 from eagle3_lab.errors import UserError
-from eagle3_lab.system.jsonl_log import Journal
+from eagle3_lab.system.jsonl_log import AppendLog
 from eagle3_lab.target_model.hf_target import HFTarget
 
 # Files and sets ask no target: these two cannot be used.
-NO_DESK = Desk(object.__new__(HFTarget), object.__new__(Journal))
+NO_DESK = Desk(object.__new__(HFTarget), object.__new__(AppendLog))
 
 
 @pytest.fixture(autouse=True)
