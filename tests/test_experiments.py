@@ -20,7 +20,7 @@ from eagle3_lab.data.chat import Chat
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.pipeline.train_head import build_module
+from eagle3_lab.pipeline.head_module import build_module
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import TargetChoice
 from eagle3_lab.training import checkpoint

@@ -20,7 +20,7 @@ from eagle3_lab import load
 from eagle3_lab.__main__ import main
 from eagle3_lab.decode.propose.eagle import Eagle
 from eagle3_lab.decode.tree_shapes import Chain
-from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline import head_module, inputs
 from eagle3_lab.tracking.run import store_uri
 from eagle3_lab.types import Batch, Needs
 
@@ -101,7 +101,7 @@ def test_a_head_of_the_new_method_obeys_the_laws(mine: Path, tiny: TinyLab, tmp_
     experiment = load(str(mine), *(word.removeprefix("--") for word in on_tiny(tiny, tmp_path / "runs")))
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
-    module = train_head.build_module(experiment, target, data).double()
+    module = head_module.build_module(experiment, target, data).double()
     batch = next(iter(data.train_dataloader()))
     laws.every_parameter_learns(module, batch)
     length = int((batch.document[0] == 0).sum())

@@ -14,14 +14,17 @@ from eagle3_lab.ablation import decoding, results, runs
 from eagle3_lab.ablation.identity import cell_options
 from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.ablation.results import Result
-from eagle3_lab.commands.fit import log_setting, trained
 from eagle3_lab.config import build
 from eagle3_lab.config.reading import label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.pipeline import inputs, measure, train_head
-from eagle3_lab.pipeline.run_folder import Work, require_writable
+from eagle3_lab.pipeline import measure
+from eagle3_lab.pipeline.context import open_training
+from eagle3_lab.pipeline.head_module import check_compiler
+from eagle3_lab.pipeline.log_results import log_setting
+from eagle3_lab.pipeline.run_folder import require_writable
+from eagle3_lab.pipeline.train_head import check_training, load_or_train
 from eagle3_lab.system.malloc import keep_freed_memory
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.tracking.provenance import machine, provenance
@@ -62,27 +65,25 @@ def _measured(ablation: Ablation, cell: Cell, experiment: Experiment, parent: Ru
         raise UserError(
             f"cells.{cell.name}: the experiment has no {', no '.join(lacks)}; add what a head is trained with"
         )
-    train_head.check_compiler(experiment)
+    check_compiler(experiment)
     keep_freed_memory()
-    target = inputs.load_target(experiment)
-    data = inputs.build_data(experiment, target)
+    context = open_training(experiment, "ablate")
+    target, data, folder = context.target, context.data, context.folder
     if not data.held_out:
         raise UserError(
             f"cells.{cell.name}: data holds out no conversation, and cells are compared by those; see held_out"
         )
-    module = train_head.build_module(experiment, target, data)
-    work = Work.of(experiment, target, data)
-    train_head.check_rows(module, data)
-    train_head.check_features(experiment, target, data, module)
-    decoding.check_cell(ablation, cell, target, data, module)
-    with work.held():
-        fresh = work.run_id() is None
-        tags = provenance(experiment.seed, data.hash) | work.origin()
+    check_training(context)
+    decoding.check_cell(ablation, cell, target, data, context.module)
+    with folder.lock():
+        new_run = folder.run_id() is None
+        tags = provenance(experiment.seed, data.hash) | folder.origin()
         with runs.cell_run(parent, ablation, cell, tags) as run:
-            work.remember(run.id)
-            log_setting(experiment, data, run)
-            module = trained(experiment, target, data, module, run, work, fresh)
-            hits = measure.read_held_out(module, data)
+            folder.remember(run.id)
+            context = replace(context, tracker=run)
+            log_setting(context)
+            load_or_train(context, new_run)
+            hits = measure.read_held_out(context)
             assert hits is not None
             result = _result(cell, experiment, target, data, hits, run, time.monotonic() - began)
             results.write(results.place(ablation, cell), result)

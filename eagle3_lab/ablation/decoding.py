@@ -20,6 +20,7 @@ from eagle3_lab.config.reading import label
 from eagle3_lab.data.module import ConversationData
 from eagle3_lab.decode.methods import Head
 from eagle3_lab.errors import UserError, near
+from eagle3_lab.evaluation.results import ClosingTable
 from eagle3_lab.evaluation.runner import check
 from eagle3_lab.evaluation.table import as_json
 from eagle3_lab.experiment import Experiment
@@ -100,6 +101,7 @@ def decode(ablation: Ablation) -> dict[str, Any]:
         raise UserError(f"{ablation.name}: decode needs the results of {needed}; run those cells first")
     experiment = _experiment(ablation, chosen)
     table = evaluate(experiment)
+    assert isinstance(table, ClosingTable)  # the experiment has no engine
     with parent_run(ablation) as parent, open_run(ablation.tracking, table.run_id, {"mlflow.parentRunId": parent.id}):
         pass
     told = json.loads(as_json(table))

@@ -9,8 +9,10 @@ from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.bench.timed_step import TimedStep
 from eagle3_lab.config import build
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.context import open_training
+from eagle3_lab.pipeline.head_module import check_compiler
 from eagle3_lab.pipeline.run_folder import disk_bytes
+from eagle3_lab.pipeline.train_head import check_features
 from eagle3_lab.system.progress import duration
 
 STEPS = 3
@@ -52,12 +54,11 @@ def _kind(cells: Sequence[Cell]) -> tuple[float, int, dict[str, tuple[int, int]]
     """Of cells that differ in scale and seed: seconds of a step, bytes of a cell's checkpoints, bytes and tokens of the
     store that is yet to be made by its folder, and the steps of each."""
     experiment = build(cells[0].config)
-    train_head.check_compiler(experiment)
+    check_compiler(experiment)
     _, _, _, trainer = experiment.require_training("ablate")
-    target = inputs.load_target(experiment)
-    data = inputs.build_data(experiment, target, answer=False)
-    module = train_head.build_module(experiment, target, data)
-    making = train_head.check_features(experiment, target, data, module)
+    context = open_training(experiment, "ablate", answer=False)
+    target, data, module = context.target, context.data, context.module
+    making = check_features(context)
     precision, _ = trainer.precision(target.device)
     batch = next(iter(data.train_dataloader())).to(target.device)
     clip = trainer.options.get("gradient_clip_val")

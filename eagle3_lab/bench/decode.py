@@ -22,13 +22,13 @@ from eagle3_lab.errors import UserError
 from eagle3_lab.evaluation.runner import VANILLA, Evaluation
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.interfaces import Law
-from eagle3_lab.pipeline import inputs, measure, train_head
-from eagle3_lab.pipeline.run_folder import Work, find_head
-from eagle3_lab.pipeline.trained_heads import Heads, gather, require_model
+from eagle3_lab.pipeline import measure
+from eagle3_lab.pipeline.context import RunContext, open_evaluation, with_heads
+from eagle3_lab.pipeline.find_head import check_model
+from eagle3_lab.pipeline.trained_heads import Heads
 from eagle3_lab.system.files import require_place, write_text
 from eagle3_lab.system.progress import stage
 from eagle3_lab.target_model.hf_target import HFTarget
-from eagle3_lab.training import checkpoint
 
 NODES = (1, 2, 4, 8, 16, 32, 60)
 WIDE = DynamicTree(levels=7, width=6, budget=48)  # the tree whose rounds tell what narrower ones would accept
@@ -72,14 +72,11 @@ def bench_decode(
             raise UserError(f"--{name}: must be >= 1, got {value}")
         if name != "prompts" and value > MOST_TIMES:
             raise UserError(f"--{name}: must be at most {MOST_TIMES}, got {value}")
-    require_model(experiment, checkpoint_path)
+    check_model(experiment, checkpoint_path)
     require_place(json, "--json")
-    target = inputs.load_target(experiment)
-    data = None if experiment.data is None else inputs.build_data(experiment, target, answer=False)
-    own, trained = None, "none of its own"
-    if experiment.model is not None:
-        own, trained = _head(experiment, target, checkpoint_path)
-    heads = gather(own, evaluation.methods, experiment, target)
+    context = with_heads(open_evaluation(experiment, checkpoint_path, answer=False, untrained=True))
+    target, data, heads = context.target, context.data, context.heads
+    own, trained = heads.own, _described(context)
     law = next(iter(evaluation.by_law.values()))
     asked = _asked(evaluation, target, data, prompts + max(prompts // 2, 1))
     measured, calibration = asked[:prompts], asked[prompts:]
@@ -105,25 +102,13 @@ def bench_decode(
         write_text(json, as_json(table))
 
 
-def _head(experiment: Experiment, target: HFTarget, path: Path | None) -> tuple[Head, str]:
-    """The experiment's own head and what to say of it."""
-    data, model, *_ = experiment.require_training("bench decode")
-    place = None if path is None else find_head(str(path), experiment, target)
-    found = Work.of(experiment, target, data).draft if place is None else place.path
-    module = train_head.build_module(experiment, target, data)
-    size = model.vocabulary_size(target.spec)
-    if place is not None:
-        place.load(target, module.source, module.draft, draft_vocab=size)
-        said = place.place
-    elif found.is_file():
-        checkpoint.restore(found, target, module.source, module.draft, draft_vocab=size)
-        said = str(found)
-    elif model.public is not None:
-        said = model.public  # `build_module` has read it
-    else:
-        said = "untrained (no checkpoint): costs are true, tau is not"
-    module = module.to(target.device).eval()
-    return Head(module.source, module.draft, target.record), said
+def _described(context: RunContext) -> str:
+    """Return the place of the experiment's own head, in words."""
+    if context.module is None:
+        return "none of its own"
+    if context.head_place is None:
+        return "untrained (no checkpoint): costs are true, tau is not"
+    return context.head_place.place
 
 
 def _asked(evaluation: Evaluation, target: HFTarget, data: ConversationData | None, count: int) -> list[list[int]]:

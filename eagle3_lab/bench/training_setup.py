@@ -9,7 +9,9 @@ import torch
 from eagle3_lab.bench.timed_step import Summarise, TimedStep
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.context import open_training
+from eagle3_lab.pipeline.head_module import check_compiler
+from eagle3_lab.pipeline.train_head import check_features
 from eagle3_lab.training.module import DraftModule
 from eagle3_lab.types import Batch
 
@@ -31,15 +33,14 @@ class Setup:
     def of(experiment: Experiment, every_row: bool) -> Setup:
         """The experiment's head on the first batch of its data. Raises UserError for a format that is not timed."""
         _, _, _, trainer = experiment.require_training("bench train")
-        train_head.check_compiler(experiment)
-        target = inputs.load_target(experiment)
-        data = inputs.build_data(experiment, target, answer=False)
-        module = train_head.build_module(experiment, target, data)
-        train_head.check_features(experiment, target, data, module)  # what a `fit` would refuse
+        check_compiler(experiment)
+        context = open_training(experiment, "bench train", answer=False)
+        check_features(context)  # what a `fit` would refuse
+        target, module = context.target, context.module
         products, _ = trainer.precision(target.device)
         if products not in DTYPES:
             raise UserError(f"trainer.precision: {products!r} is not timed; one of {', '.join(DTYPES)}")
-        batch = next(iter(data.train_dataloader())).to(target.device)
+        batch = next(iter(context.data.train_dataloader())).to(target.device)
         if every_row:
             batch = replace(batch, supervised=batch.document >= 0)
         clip = trainer.options.get("gradient_clip_val")

@@ -10,6 +10,7 @@ from eagle3_lab.evaluation.results import ClosingTable
 from eagle3_lab.evaluation.table import as_json, as_text
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.pipeline.context import open_evaluation, tracked, with_heads
+from eagle3_lab.pipeline.find_head import check_model
 from eagle3_lab.pipeline.log_results import log_setting
 from eagle3_lab.pipeline.measure import check_evaluation, measure, open_answer_log
 from eagle3_lab.pipeline.run_folder import require_writable
@@ -47,7 +48,8 @@ def evaluate(
             log_setting(context)
             serving = serve(context, experiment.engine)
             log_serving(serving, context.run)
-        return _finish(serving, serving.text(), serving.json(), json)
+        _finish(serving.text(), serving.json(), json)
+        return serving
     context = with_heads(context)
     check_evaluation(context)
     log = open_answer_log(context, "evaluate")
@@ -55,14 +57,14 @@ def evaluate(
         log_setting(context)
         table = measure(context, log)
     log.remove()
-    return _finish(table, as_text(table), as_json(table), json)
+    _finish(as_text(table), as_json(table), json)
+    return table
 
 
-def _finish(table: Table, text: str, json_text: str, json: Path | None) -> Table:
+def _finish(text: str, json_text: str, json: Path | None) -> None:
     print(text, end="")
     if json is not None:
         write_text(json, json_text)
-    return table
 
 
 def _check_sections(experiment: Experiment, checkpoint_path: Path | None) -> None:

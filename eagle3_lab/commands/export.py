@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 
-from eagle3_lab.commands.fit import CLOSING_JSON
-from eagle3_lab.commands.model_card import model_card
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.formats.description import describe
 from eagle3_lab.formats.writing import ENGINES, Format, require_absent, write
 from eagle3_lab.interfaces import CausalDraft
 from eagle3_lab.pipeline import inputs
-from eagle3_lab.pipeline.run_folder import Work, find_head
+from eagle3_lab.pipeline.find_head import find_head, run_folder
+from eagle3_lab.pipeline.log_results import CLOSING_JSON
+from eagle3_lab.pipeline.model_card import model_card
 from eagle3_lab.system.files import read_object
 from eagle3_lab.training import checkpoint
 
@@ -50,11 +50,11 @@ def export(
     require_absent(folder)
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target, answer=False)
-    work = Work.of(experiment, target, data)
-    measured = read_object(work.folder / CLOSING_JSON) if checkpoint_path is None else {}
+    own = run_folder(experiment, target, data)
+    measured = read_object(own.folder / CLOSING_JSON) if checkpoint_path is None else {}
     size = model.vocabulary_size(target.spec)
     if checkpoint_path is None:
-        checkpoint.restore(work.draft, target, source, draft, draft_vocab=size)
+        checkpoint.restore(own.draft, target, source, draft, draft_vocab=size)
     else:
         find_head(str(checkpoint_path), experiment, target).load(target, source, draft, draft_vocab=size)
     if isinstance(draft, CausalDraft):

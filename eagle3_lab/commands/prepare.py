@@ -9,14 +9,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3_lab.commands.terminal import Ink
 from eagle3_lab.data.documents import Document
 from eagle3_lab.data.generation.prepared_file import manifest_of, read_manifest
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
-from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline import inputs
 from eagle3_lab.pipeline.data_card import card_text, data_card
-from eagle3_lab.system.files import hold, require_place, write_text
+from eagle3_lab.pipeline.head_module import draft_vocabulary
+from eagle3_lab.system.files import file_lock, require_place, write_text
+from eagle3_lab.system.terminal import Ink
 
 if TYPE_CHECKING:
     import transformers  # takes a second
@@ -53,7 +54,7 @@ def _prepare(experiment: Experiment, show: int, output: Path | None) -> None:
     target = inputs.load_target(experiment)
     data = inputs.build_data(experiment, target)
     try:
-        vocabulary = train_head.draft_vocabulary(experiment, target, data)
+        vocabulary = draft_vocabulary(experiment, target, data)
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     card = data_card(data, vocabulary, target.spec.vocab)
@@ -98,7 +99,7 @@ def _held(output: Path | None) -> AbstractContextManager[object]:
     place = output.resolve()
     busy = f"--output: {output} is being written by another process; wait for its end, or name another file"
     try:
-        return hold(place.with_name(f".{place.name}.lock"), busy)
+        return file_lock(place.with_name(f".{place.name}.lock"), busy)
     except OSError as error:
         raise UserError(f"--output: {output} cannot be written ({error.strerror}); name a file that can") from None
 

@@ -288,29 +288,32 @@ class _Reader:
             line = node.start_mark.line + 1
             raise ConfigError(f"{file}:{line}: more than {MOST_NODES} values; aliases (*name) of aliases multiply")
         if isinstance(node, yaml.MappingNode):
-            names = {name.value: _outline(value) for name, value in node.value if isinstance(name, yaml.ScalarNode)}
-            if short_form(names, key) is not None and len(node.value) == 1:
-                ((name, options),) = node.value
-                self.where[plain_key(join(key, "class_path"))] = f"{file}:{name.start_mark.line + 1}"
-                self._mark(options, file, key)
-                return
-            # `<<` first: what is written beside it is stronger
-            for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
-                if name.value == "<<":
-                    for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                        self._mark(merged, file, key)
-                    continue
-                line = name.start_mark.line + 1
-                if name.tag != TEXT_TAG:
-                    raise ConfigError(f"{file}:{line}: key {show(name.value)} is no text; put it in quotes")
-                below = join(key, name.value)
-                if name.value != "init_args":
-                    self.where[plain_key(below)] = f"{file}:{line}"
-                self._mark(value, file, below)
+            self._mark_mapping(node, file, key)
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self.where[plain_key(join(key, index))] = f"{file}:{item.start_mark.line + 1}"
                 self._mark(item, file, join(key, index))
+
+    def _mark_mapping(self, node: yaml.MappingNode, file: str, key: str) -> None:
+        names = {name.value: _outline(value) for name, value in node.value if isinstance(name, yaml.ScalarNode)}
+        if short_form(names, key) is not None and len(node.value) == 1:
+            ((name, options),) = node.value
+            self.where[plain_key(join(key, "class_path"))] = f"{file}:{name.start_mark.line + 1}"
+            self._mark(options, file, key)
+            return
+        # `<<` first: what is written beside it is stronger
+        for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+            if name.value == "<<":
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    self._mark(merged, file, key)
+                continue
+            line = name.start_mark.line + 1
+            if name.tag != TEXT_TAG:
+                raise ConfigError(f"{file}:{line}: key {show(name.value)} is no text; put it in quotes")
+            below = join(key, name.value)
+            if name.value != "init_args":
+                self.where[plain_key(below)] = f"{file}:{line}"
+            self._mark(value, file, below)
 
 
 def short_form(node: Mapping[Any, Node], key: str) -> str | None:

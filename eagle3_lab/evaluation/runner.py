@@ -26,7 +26,7 @@ from eagle3_lab.decode.methods import Head, Method, Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.timing import Stopwatch
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation.answer_log import Answers, AnswerLog, Place, Turn
+from eagle3_lab.evaluation.answer_log import AnswerLog, Answers, Place, Turn
 from eagle3_lab.interfaces import Law, Proposer, Verifier
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.types import Decoded, Needs, require_dtype

@@ -67,8 +67,8 @@ class RunContext:
 class TrainingContext(RunContext):
     """The run context of an experiment that trains a head. ``folder``: of its checkpoints."""
 
-    data: ConversationData
-    module: DraftModule
+    data: ConversationData = field()  # pyright: ignore[reportGeneralTypeIssues]  no longer optional
+    module: DraftModule = field()  # pyright: ignore[reportGeneralTypeIssues]
     folder: RunFolder
 
 

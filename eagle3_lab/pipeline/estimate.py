@@ -6,20 +6,18 @@ import time
 
 import torch
 
-from eagle3_lab.data.module import ConversationData
-from eagle3_lab.experiment import Experiment
+from eagle3_lab.pipeline.context import TrainingContext
 from eagle3_lab.pipeline.run_folder import disk_bytes
 from eagle3_lab.pipeline.train_head import check_features
 from eagle3_lab.system.files import bytes_text
 from eagle3_lab.system.progress import duration
-from eagle3_lab.training.module import DraftModule
 
 
-def estimate(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
-    """Tokens, disk, memory and hours, a line each. Times one training step after a first one that warms up. Fresh
-    answers are counted where they are made already."""
+def estimate(context: TrainingContext) -> str:
+    """Return tokens, disk, memory and hours, a line each. One training step is timed, after a first one that warms up.
+    Fresh responses are counted where they exist already."""
+    module, data, trainer = context.module, context.data, context.experiment.trainer
     sizes = data.manifest()["train"]
-    trainer = experiment.trainer
     assert trainer is not None
     per_epoch = len(data.train_dataloader())
     accumulate = trainer.options.get("accumulate_grad_batches", 1)
@@ -27,7 +25,7 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
     steps = trainer.steps(per_epoch)
     passes = steps / trainer.steps_a_pass(per_epoch)
     batches = passes * trainer.within(per_epoch)
-    seconds, tokens = _time_step(experiment, module, data)
+    seconds, tokens = _time_step(context)
     parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
     return (
         f"data: {sizes['conversations']} conversations, {sizes['tokens']} tokens, {sizes['supervised']} supervised; "
@@ -37,13 +35,13 @@ def estimate(experiment: Experiment, module: DraftModule, data: ConversationData
         f"head: {parameters / 1e6:.1f} M parameters; with gradients and AdamW's state "
         f"{bytes_text(parameters * 16)} of memory, beside the target and a batch's activations\n"
         f"disk: {bytes_text(disk_bytes(module))} at most (two checkpoints with optimizer state while one replaces the "
-        "other, the draft, and its copy in the run)\n" + _features(experiment, module, data)
+        "other, the draft, and its copy in the run)\n" + _features(context)
     )
 
 
-def _features(experiment: Experiment, module: DraftModule, data: ConversationData) -> str:
-    """A line of what a feature store takes and what of it is yet to be made; nothing where none is kept."""
-    making = check_features(experiment, module.target, data, module)
+def _features(context: TrainingContext) -> str:
+    """Return a line with the feature store's size and how much of it is missing; "" without a store."""
+    making = check_features(context)
     if making is None:
         return ""
     contents = making.manifest.contents
@@ -55,10 +53,12 @@ def _features(experiment: Experiment, module: DraftModule, data: ConversationDat
     )
 
 
-def _time_step(experiment: Experiment, module: DraftModule, data: ConversationData) -> tuple[float, int]:
+def _time_step(context: TrainingContext) -> tuple[float, int]:
+    """Return the seconds of a training step and its tokens."""
+    module, data, trainer = context.module, context.data, context.experiment.trainer
     device = next(module.parameters()).device
-    assert experiment.trainer is not None
-    precision, _ = experiment.trainer.precision(device)
+    assert trainer is not None
+    precision, _ = trainer.precision(device)
     batches = iter(data.train_dataloader())
     for _ in range(2):
         batch = next(batches, None) or next(iter(data.train_dataloader()))

@@ -101,6 +101,14 @@ def own_head(
     return public
 
 
+def check_model(experiment: Experiment, checkpoint_path: Path | None) -> None:
+    """Check that an experiment with a ``checkpoint_path`` has a model to load it into. Raises UserError."""
+    if checkpoint_path is not None and experiment.model is None:
+        raise UserError(
+            f"--checkpoint-path: {checkpoint_path} holds a head, and the experiment has no model to load it into"
+        )
+
+
 def check_any_head(experiment: Experiment) -> None:
     """Check, before a target is loaded, that the experiment has a public head, or that some training of its name ended.
     Raises NotTrained."""

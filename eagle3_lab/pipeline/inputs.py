@@ -67,12 +67,14 @@ def prepared_file(experiment: Experiment, target: HFTarget, chat: Chat, *, make:
     assert experiment.data is not None
     if experiment.prepare is None:
         if experiment.data.path == PREPARED:
-            raise UserError(f"data.path: {PREPARED!r}, but the experiment has no prepare section; add it, or name a file")
+            raise UserError(
+                f"data.path: {PREPARED!r}, but the experiment has no prepare section; add it, or name a file"
+            )
         return None
     if experiment.data.path != PREPARED:
         raise UserError(
-            f"data.path: {experiment.data.path!r}, but the experiment has a prepare section; set data.path: {PREPARED}, or "
-            "remove prepare"
+            f"data.path: {experiment.data.path!r}, but there is a prepare section; set data.path: {PREPARED}, or "
+            "remove the section"
         )
     folder = cache_folder() / "prepared"
     place = experiment.prepare.place(target, chat, folder)

@@ -1,4 +1,4 @@
-"""What a run logs beside its training's metrics: its settings and data, the closing table, and a run for each method."""
+"""What a run logs beside its training's metrics: settings, data, the closing table, and a run for each method."""
 
 from __future__ import annotations
 

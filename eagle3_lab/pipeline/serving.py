@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3_lab.data.chat import Chat
-from eagle3_lab.data.module import ConversationData
-from eagle3_lab.decode.methods import Head
 from eagle3_lab.engine import Client, Completion, Engine, acceptance_length
 from eagle3_lab.errors import UserError
-from eagle3_lab.evaluation.runner import Evaluation
 from eagle3_lab.formats.description import describe
 from eagle3_lab.formats.writing import write
+from eagle3_lab.pipeline.context import RunContext
 from eagle3_lab.system.progress import stage
-from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.tracking.run import Run
 
 if TYPE_CHECKING:
@@ -68,25 +65,26 @@ class _Pass:
     acceptance_length: float = 1.0
 
 
-def serve(
-    engine: Engine, evaluation: Evaluation, target: HFTarget, head: Head | None, data: ConversationData | None
-) -> ServingTable:
-    """Measure an engine on the first turns of an evaluation's prompts, greedily, at each of its batch sizes.
+def serve(context: RunContext, engine: Engine) -> ServingTable:
+    """Measure an engine on the first turns of the evaluation's prompts, greedily, at each of its batch sizes, with the
+    context's head.
 
     Raises:
         UserError: no head for an engine that is handed one, too few prompts, a head that the engine's format cannot
             hold, a server that is not reachable or has no metrics of speculation.
     """
-    chat, held_out = Chat(target.tokenizer), None if data is None else data.prompts()
+    evaluation, target, module = context.experiment.evaluate, context.target, context.module
+    assert evaluation is not None
+    chat, held_out = Chat(target.tokenizer), context.held_out
     prompts = [chat.prompt_ids(prompt.messages()) for task in evaluation.tasks for prompt in task.prompts(held_out)]
     if not prompts:
         raise UserError("evaluate.tasks: no prompts to serve")
-    if engine.needs_head and head is None:
+    if engine.needs_head and module is None:
         raise UserError(f"engine: {type(engine).__name__} serves the experiment's head, and it has no model; add one")
     with tempfile.TemporaryDirectory(prefix="eagle3-lab-head-") as folder:
         place = Path(folder) / "head"
-        if head is not None and engine.needs_head:
-            write(place, describe(target, head.source, head.draft), target, "vllm")
+        if module is not None and engine.needs_head:
+            write(place, describe(target, module.source, module.draft), target, "vllm")
         most, total = evaluation.max_new_tokens, 2 * len(engine.batch_sizes)
         passes: dict[bool, list[_Pass]] = {}
         with stage("engine", "batch sizes", total) as s:

@@ -59,8 +59,8 @@ def is_folder(path: Path) -> bool:
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside ``path``; at the end flush it to the disk and rename it to ``path``, so that the file
-    of that name is always complete. After an error the temporary file is removed; after a kill it stays:
+    """Open a temporary file beside ``path``; at the end flush it to the disk and rename it to ``path``, so that the
+    file of that name is always complete. After an error the temporary file is removed; after a kill it stays:
     `remove_leftovers`. Raises OSError."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:

@@ -143,7 +143,8 @@ def stage(
         clock: returns seconds that never decrease.
     """
     if out is None:
-        out = sys.stderr if distributed.is_first() else _NoOutput()
+        nothing: Out = _NoOutput()
+        out = sys.stderr if distributed.is_first() else nothing
     running = Stage(name, unit, total, budget_s, out, clock)
     running._show()
     try:

@@ -312,7 +312,7 @@ def run_files(folder: Path, run_id: str) -> Path:
         raise UserError(f"{folder}: no runs here yet (no mlflow.db)")
     client, _ = _open_store(folder)
     try:
-        return Path(url2pathname(urlsplit(client.get_run(run_id).info.artifact_uri).path))
+        return Path(url2pathname(urlsplit(str(client.get_run(run_id).info.artifact_uri)).path))
     except MlflowException:
         raise UserError(f"{folder}: no run {run_id!r} in this store") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
@@ -18,8 +19,9 @@ from tiny_runs import Bench, Ran, make_bench
 from eagle3_lab import load
 from eagle3_lab.commands.fit import fit
 from eagle3_lab.errors import UserError
-from eagle3_lab.pipeline import inputs, train_head
-from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.pipeline import train_head
+from eagle3_lab.pipeline.context import open_training
+from eagle3_lab.pipeline.run_folder import RunFolder
 from eagle3_lab.tracking.run import open_run, store_uri
 from eagle3_lab.training.module import DraftModule
 
@@ -79,7 +81,7 @@ def test_a_folder_that_another_process_holds_is_left_alone(bench: Bench) -> None
     words = ("--evaluate", "null", "--trainer.max_steps", "1", "--trainer.val_check_interval", "1")
     ran = bench.run("fit", *words)
     run = stored(bench, ran)
-    with Work(bench.work(), "another").held():
+    with RunFolder(bench.work(), "another").lock():
         second = bench.run("fit", *words)
     assert (second.code, second.out) == (2, "")
     assert second.complaints == [
@@ -244,14 +246,12 @@ def test_fresh_answers_are_made_once_and_trained_on(bench: Bench, tmp_path: Path
 
 def test_training_lowers_the_loss_and_leaves_the_target_as_it_was(bench: Bench) -> None:
     experiment = load(str(bench.yaml), "trainer.max_steps=30", "optimizer.lr=1.0e-2", "evaluate=null")
-    target = inputs.load_target(experiment)
+    context = open_training(experiment, "fit")
+    target = context.target
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    data = inputs.build_data(experiment, target)
-    module = train_head.build_module(experiment, target, data)
-    work = Work.of(experiment, target, data)
     with open_run(experiment.tracking) as run:
-        work.remember(run.id)
-        train_head.train_head(experiment, module, data, run, work)
+        context.folder.remember(run.id)
+        train_head.train_head(replace(context, tracker=run))
     client = MlflowClient(store_uri(bench.folder), store_uri(bench.folder))
     losses = [point.value for point in client.get_metric_history(run.id, "train/loss")]
     assert len(losses) == 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,14 +12,14 @@ from mlflow.tracking import MlflowClient
 from tiny_runs import Bench, Ran
 
 from eagle3_lab import load
-from eagle3_lab.data.feature_store.rows import KeptBatch, Reading
-from eagle3_lab.data.module import ConversationData
+from eagle3_lab.data.feature_store.rows import KeptBatch
 from eagle3_lab.errors import UserError
 from eagle3_lab.experiment import Experiment
 from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline.context import TrainingContext, open_training
+from eagle3_lab.pipeline.train_head import store_features
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.tracking.run import store_uri
-from eagle3_lab.training.module import DraftModule
 
 TRAIN_ONLY = ("--evaluate", "null", "--trainer.max_steps", "4", "--trainer.val_check_interval", "2")
 STORED = ("--features.dtype", "float32")
@@ -34,23 +33,9 @@ def curve(bench: Bench, ran: Ran, metric: str) -> list[float]:
     return [point.value for point in sorted(points, key=lambda point: point.step)]
 
 
-class Opened(NamedTuple):
+def opened(bench: Bench, *words: str) -> TrainingContext:
     """An experiment as `fit` has it before training."""
-
-    experiment: Experiment
-    target: HFTarget
-    data: ConversationData
-    module: DraftModule
-
-    def keep(self) -> Reading | None:
-        return train_head.keep_features(self.experiment, self.target, self.data, self.module)
-
-
-def opened(bench: Bench, *words: str) -> Opened:
-    experiment = load(str(bench.yaml), *words)
-    target = inputs.load_target(experiment)
-    data = inputs.build_data(experiment, target)
-    return Opened(experiment, target, data, train_head.build_module(experiment, target, data))
+    return open_training(load(str(bench.yaml), *words), "fit")
 
 
 def stores(tmp_path: Path) -> list[str]:
@@ -75,8 +60,8 @@ def test_a_float32_store_trains_as_the_target_does_to_1e_6(bench: Bench) -> None
 
 def test_a_bfloat16_store_gives_the_same_readings_up_to_rounding(bench: Bench) -> None:
     lab = opened(bench, "features.dtype=bfloat16")
-    _, target, data, module = lab
-    kept = lab.keep()
+    target, data, module = lab.target, lab.data, lab.module
+    kept = store_features(lab)
     batch = next(iter(data.train_dataloader()))
     with torch.no_grad(), train_head.reading(module, data, kept):
         stored = next(iter(data.train_dataloader()))
@@ -95,7 +80,8 @@ def test_a_bfloat16_store_gives_the_same_readings_up_to_rounding(bench: Bench) -
 
 @pytest.mark.parametrize("depth", [1, 5])
 def test_beside_the_target_it_is_run_once_a_batch_however_deep_the_unroll(bench: Bench, depth: int) -> None:
-    _, target, data, module = opened(bench, f"model.unroll.depth={depth}")
+    context = opened(bench, f"model.unroll.depth={depth}")
+    target, data, module = context.target, context.data, context.module
     forwards: list[int] = []
     target.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     _, steps = module.run(next(iter(data.train_dataloader())))
@@ -142,7 +128,7 @@ def test_a_dry_run_tells_the_stores_bytes_and_makes_none(bench: Bench, tmp_path:
 
 def test_a_store_of_other_contents_costs_one_line_before_training(bench: Bench, tmp_path: Path) -> None:
     named = f"features.folder={tmp_path / 'store'}"
-    assert opened(bench, "features.dtype=float32", named).keep()
+    assert store_features(opened(bench, "features.dtype=float32", named))
     words = (*STORED, "--features.folder", str(tmp_path / "store"), "--dry-run")
     fused = "{class_path: FusedFeature, init_args: {layers: [0, 1, 2]}}"
     for change, fault in (
@@ -173,7 +159,7 @@ def test_what_cannot_be_kept_is_told_before_training(bench: Bench, monkeypatch: 
     lab = opened(bench, "features.dtype=bfloat16")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
     with pytest.raises(UserError, match="needed for features of .* set features.folder to another disk"):
-        lab.keep()
+        store_features(lab)
 
 
 # ---- what a training is known by

@@ -12,16 +12,15 @@ from tiny import CHATML, TinyLab, make_tokenizer
 
 from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.commands.generate import Speaker, closing
-from eagle3_lab.commands.terminal import DRAFTED, PLAIN, Ink, TextStream
 from eagle3_lab.data.chat import Chat, Message
 from eagle3_lab.decode.loop import decode
 from eagle3_lab.decode.methods import DraftLM
 from eagle3_lab.decode.propose.vanilla import Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
-from eagle3_lab.pipeline import inputs, train_head
-from eagle3_lab.pipeline.run_folder import Work
+from eagle3_lab.pipeline.chat_session import ChatSession, summary
+from eagle3_lab.pipeline.context import open_training
+from eagle3_lab.system.terminal import DRAFTED, PLAIN, Ink, TextStream
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import TargetChoice
 from eagle3_lab.training import checkpoint
@@ -71,12 +70,10 @@ def trained(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "tiny.yaml"
     file.write_text(EXPERIMENT.format(target=tiny.target, data=tiny.data, runs=folder / "mlruns"))
     experiment = load(str(file))
-    target = inputs.load_target(experiment)
-    data = inputs.build_data(experiment, target)
-    module = train_head.build_module(experiment, target, data)
-    place = Work.of(experiment, target, data).draft
+    context = open_training(experiment, "fit")
+    module, place = context.module, context.folder.draft
     place.parent.mkdir(parents=True)
-    label = checkpoint.label(target, module.source, module.draft)
+    label = checkpoint.label(context.target, module.source, module.draft)
     torch.save({"state_dict": module.state_dict(), checkpoint.KEY: label}, place)
     return file
 
@@ -167,13 +164,13 @@ def test_accepted_drafts_are_coloured_on_a_terminal_that_wants_colours(
 def test_the_closing_line_counts_rounds_and_tokens_and_says_what_cut_the_answer() -> None:
     rounds = (Round(3, 3, 4), Round(1, 0, 1), Round(2, 1, 2))
     decoded = Decoded((1,) * 8, rounds, "length")
-    assert closing("dynamic", decoded, 2.0) == (
+    assert summary("dynamic", decoded, 2.0) == (
         "[dynamic: tau 2.33 over 3 rounds, 8 tokens in 2.0 s, 4.0 tokens/s, stopped by --max-new-tokens]"
     )
-    assert closing("vanilla", Decoded((1,), (), "end"), 0.5) == "[vanilla: no round, 1 tokens in 0.5 s, 2.0 tokens/s]"
+    assert summary("vanilla", Decoded((1,), (), "end"), 0.5) == "[vanilla: no round, 1 tokens in 0.5 s, 2.0 tokens/s]"
 
 
-# ------------------------------------------------------------------------------------------------------------ a speaker
+# ------------------------------------------------------------------------------------------------------------ a session
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -188,10 +185,10 @@ def test_the_answer_is_the_targets_and_only_accepted_drafts_are_coloured(
     itself = TargetChoice(str(tiny.target), dtype=torch.float64)
     law = SamplingLaw(1.0) if refused else None  # the greedy target refuses some of what it drew itself
     proposer = DraftLM(itself, length=3, adaptive=False, law=law).proposer(target.spec, None)
-    speaker = Speaker(target, proposer, SamplingLaw(), ExactVerifier(), name="sps", max_new_tokens=LIMIT, seed=0)
+    session = ChatSession(target, proposer, SamplingLaw(), ExactVerifier(), name="sps", max_new_tokens=LIMIT, seed=0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    decoded = speaker.answer("abc")
+    decoded = session.answer("abc")
     text = plainly(target, [user("abc")])
     assert len(text) > 8  # a letter a token
     shown = terminal.getvalue()

@@ -26,12 +26,12 @@ from tiny_runs import EXPERIMENT, Ran
 import eagle3_lab
 from eagle3_lab.__main__ import main
 from eagle3_lab.commands.prepare import show_document
-from eagle3_lab.commands.terminal import Ink
 from eagle3_lab.config import build, check, compose
 from eagle3_lab.data import document_cache
 from eagle3_lab.data.generation.prepared_file import manifest_of
 from eagle3_lab.data.tasks import TASKS, Task
 from eagle3_lab.experiment import Experiment
+from eagle3_lab.system.terminal import Ink
 
 ROOT = Path(eagle3_lab.__file__).parents[1]
 QUESTIONS = [f"{word} {i}" for i, word in enumerate(["why", "how", "when", "who", "where", "what"] * 4)]

@@ -22,7 +22,7 @@ from eagle3_lab.formats import loading
 from eagle3_lab.formats.description import describe
 from eagle3_lab.formats.writing import write
 from eagle3_lab.pipeline import inputs
-from eagle3_lab.pipeline.run_folder import find_head
+from eagle3_lab.pipeline.find_head import find_head
 from eagle3_lab.training import checkpoint
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "evaluate"

@@ -14,10 +14,10 @@ from tiny_runs import Bench, Ran
 
 from eagle3_lab import load
 from eagle3_lab.commands.evaluate import evaluate
-from eagle3_lab.commands.serving import ServingTable
 from eagle3_lab.engine import Client, Completion, Engine
 from eagle3_lab.errors import UserError
 from eagle3_lab.formats import loading
+from eagle3_lab.pipeline.serving import ServingTable
 
 
 @dataclass(frozen=True)

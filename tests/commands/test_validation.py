@@ -16,7 +16,7 @@ from tiny_runs import Bench
 from eagle3_lab import load
 from eagle3_lab.backend.prepacked_linear import PackedLinear
 from eagle3_lab.commands.fit import fit
-from eagle3_lab.pipeline import inputs, train_head
+from eagle3_lab.pipeline import head_module, inputs
 from eagle3_lab.training.module import DraftModule
 
 
@@ -41,7 +41,7 @@ def plain_module(bench: Bench, overrides: list[str]) -> DraftModule:
     """The same experiment's module, its target's and its own linear layers plain."""
     experiment = load(str(bench.yaml), *overrides)
     target = inputs.load_target(experiment)
-    module = train_head.build_module(experiment, target, inputs.build_data(experiment, target))
+    module = head_module.build_module(experiment, target, inputs.build_data(experiment, target))
     for child in (*target.model.modules(), *module.modules()):
         if isinstance(child, PackedLinear):
             child.__class__ = torch.nn.Linear
@@ -88,8 +88,9 @@ def test_val_loss_of_a_compiled_training_is_a_plain_forwards(bench: Bench, produ
     """In a process of its own, without the checks of shapes, which torch cannot compile."""
     here = Path(__file__).parent
     words = [here, here.parent, bench.yaml, bench.folder, f"trainer.products={products}", "evaluate.max_new_tokens=2"]
-    done = subprocess.run([sys.executable, "-c", ALONE, *map(str, words), "model.compile=true"], stderr=subprocess.PIPE)
-    assert done.returncode == 0, done.stderr.decode()
+    command = [sys.executable, "-c", ALONE, *map(str, words), "model.compile=true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_val_loss_of_a_draft_language_model_is_a_plain_forwards(bench: Bench) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from eagle3_lab import load
 from eagle3_lab.errors import UserError
-from eagle3_lab.pipeline.run_folder import beginning
+from eagle3_lab.pipeline.find_head import start_head
 from eagle3_lab.system.files import bytes_text, is_file, is_folder, local_path
 from eagle3_lab.target_model.embedded import embedded_target
 from eagle3_lab.target_model.hf_target import HFTarget
@@ -48,13 +48,13 @@ def test_a_beginning_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "draft.ckpt").write_bytes(b"read later")
     target = object.__new__(HFTarget)  # a checkpoint's place needs none
     experiment = load("experiments/hass_stage2.yaml", "model.start=~/draft.ckpt")
-    place = beginning(experiment, target)
+    place = start_head(experiment, target)
     assert place is not None and place.path == tmp_path / "draft.ckpt"
     experiment = load("experiments/hass_stage2.yaml", "model.start=~nobody-of-this-name/draft.ckpt")
     with pytest.raises(
         UserError, match=r"^command line: model\.start: ~nobody-of-this-name/draft\.ckpt: is no path here"
     ):
-        beginning(experiment, target)
+        start_head(experiment, target)
 
 
 def test_a_wheel_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

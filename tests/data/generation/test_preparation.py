@@ -366,5 +366,8 @@ def test_a_target_that_writes_nothing_usable_is_one_line(
     target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SelfWritten, "_written", lambda *_: ["no"])
-    with open_append_log(tmp_path / "j") as kept, pytest.raises(UserError, match=r"of 320 turns .* only 0 can be used, 5"):
+    with (
+        open_append_log(tmp_path / "j") as kept,
+        pytest.raises(UserError, match=r"of 320 turns .* only 0 can be used, 5"),
+    ):
         list(SelfWritten(5, max_tokens=60).talks(Desk(target, kept)))
