@@ -42,7 +42,7 @@ def log_closing(context: RunContext, table: ClosingTable, log: AnswerLog | None)
     """Log the closing table as metrics, as the text of the run's page and as files. With ``log``, also log all
     responses, the figures, and a nested run for each method."""
     run = context.run
-    run.log_metrics(table_metrics(table))
+    run.log_results(table_metrics(table))
     run.describe(as_markdown(table, most=DESCRIPTION))
     run.log_text(as_text(table), CLOSING_TEXT)
     run.log_text(as_json(table), CLOSING_JSON)
@@ -95,7 +95,7 @@ def _log_methods(context: RunContext, table: ClosingTable) -> None:
             tags |= {"checkpoint": str(head.path), "sha256": head.hash}
         with context.run.continued_child(name if name != VANILLA else f"{VANILLA} {dtype}", tags) as child:
             child.log_params({"method": chosen, "dtype": dtype, "levels": method.levels})
-            child.log_metrics({key: value for row in own_rows for key, value in _row_metrics(row).items()})
+            child.log_results({key: value for row in own_rows for key, value in _row_metrics(row).items()})
 
 
 def _setting_and_task(row: MethodResult | Overall) -> str:

@@ -142,10 +142,8 @@ def stage(
         out: by default stderr; in all processes of a training but the first, nothing is written.
         clock: returns seconds that never decrease.
     """
-    if out is None:
-        nothing: Out = _NoOutput()
-        out = sys.stderr if distributed.is_first() else nothing
-    running = Stage(name, unit, total, budget_s, out, clock)
+    default: Out = sys.stderr if distributed.is_first() else _NoOutput()
+    running = Stage(name, unit, total, budget_s, out or default, clock)
     running._show()
     try:
         yield running

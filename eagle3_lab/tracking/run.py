@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -146,6 +147,11 @@ class Run:
             for start in range(0, max(len(metrics), 1), METRICS_PER_BATCH):
                 self._client.log_batch(self.id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
+    def log_results(self, values: Mapping[str, int | float]) -> None:
+        """Log scalars without a step. A value that the run has already, as after a kill, is not logged again."""
+        logged = self._client.get_run(self.id).data.metrics
+        self.log_metrics({key: value for key, value in values.items() if not _same(logged.get(key), value)})
+
     def steps_of(self, key: str) -> set[int]:
         """The steps at which a metric was logged."""
         return {point.step for point in self._client.get_metric_history(self.id, key)}
@@ -252,6 +258,10 @@ class Run:
             self.finish()
         else:
             self.finish("FAILED" if issubclass(kind, Exception) else "KILLED")
+
+
+def _same(logged: float | None, value: float) -> bool:
+    return logged is not None and (logged == value or (math.isnan(logged) and math.isnan(value)))
 
 
 def _reason(error: BaseException) -> str:

@@ -17,11 +17,11 @@ from tiny_runs import PROGRESS, Bench, Ran
 
 from eagle3_lab import load
 from eagle3_lab.__main__ import main
-from eagle3_lab.bench.decode import _head
 from eagle3_lab.formats import loading
 from eagle3_lab.formats.description import describe
 from eagle3_lab.formats.writing import write
 from eagle3_lab.pipeline import inputs
+from eagle3_lab.pipeline.context import open_evaluation
 from eagle3_lab.pipeline.find_head import find_head
 from eagle3_lab.training import checkpoint
 
@@ -85,12 +85,11 @@ def test_a_bench_measures_the_public_head_and_says_so(
     finished: tuple[Bench, Ran], bench: Bench, published: Path
 ) -> None:
     experiment = load(str(bench.yaml), f"model.public={published}")
-    target = inputs.load_target(experiment)
-    inputs.build_data(experiment, target, answer=False)
-    head, said = _head(experiment, target, None)
-    assert said == str(published), "and not that it is untrained"
+    context = open_evaluation(experiment, None, answer=False, untrained=True)
+    assert context.head_place is not None and context.module is not None
+    assert context.head_place.place == str(published), "and not that it is untrained"
     trained = checkpoint.read(finished[0].work() / "draft.ckpt")["state_dict"]
-    torch.testing.assert_close(head.source.state_dict()["fc.weight"], trained["source.fc.weight"])
+    torch.testing.assert_close(context.module.source.state_dict()["fc.weight"], trained["source.fc.weight"])
 
 
 def test_training_goes_on_from_a_public_head_and_is_then_what_is_measured(bench: Bench, published: Path) -> None:
@@ -215,7 +214,7 @@ def test_a_head_is_found_by_its_run_its_file_its_folder_or_its_format(
     trained = checkpoint.read(work / "draft.ckpt")["state_dict"]
     for reference in (f"mlflow:{run_id}", str(work / "draft.ckpt"), str(work), str(published)):
         place = find_head(reference, experiment, target)
-        source, draft = place.loaded(target, experiment)
+        source, draft = place.load_parts(target, experiment)
         assert torch.equal(source.state_dict()["fc.weight"], trained["source.fc.weight"]), reference
         assert torch.equal(draft.state_dict()["lm_head.weight"], trained["draft.lm_head.weight"]), reference
     method = f"{{class_path: HeadTree, init_args: {{grow: McSim7b63, head: {published}}}}}"

@@ -23,7 +23,9 @@ from eagle3_lab import load
 from eagle3_lab.data.tasks import Prompt
 from eagle3_lab.evaluation.answer_log import Place, Turn
 from eagle3_lab.evaluation.runner import _Player
-from eagle3_lab.pipeline.measure import open_journal
+from eagle3_lab.pipeline.context import RunContext, open_evaluation, tracked, with_heads
+from eagle3_lab.pipeline.log_results import log_closing
+from eagle3_lab.pipeline.measure import measure, open_answer_log
 from eagle3_lab.tracking.run import store_uri
 
 EXPERIMENT = """\
@@ -277,7 +279,8 @@ def test_an_interrupted_evaluation_goes_on_in_its_run_with_answers_and_seconds_k
 def test_an_evaluation_goes_on_from_its_own_answers_alone(plain: Bench) -> None:
     def place(*overrides: str, verb: str = "evaluate") -> Path:
         experiment = load(str(plain.yaml), *overrides)
-        return open_journal(experiment, experiment.target.load(), None, None, verb).path
+        context = RunContext(experiment=experiment, target=experiment.target.load())
+        return open_answer_log(context, verb).path
 
     own = place()
     assert place("tracking.run_name=other", "budgets.evaluation=5") == own, "what only names or shows decides nothing"
@@ -291,6 +294,18 @@ def test_an_evaluation_goes_on_from_its_own_answers_alone(plain: Bench) -> None:
     ]
     (plain.yaml.parent / "turns.jsonl").write_text('{"turns": ["b", "and then"]}\n{"turns": ["e f", "g"]}\n')
     assert len({own, *others, place()}) == 1 + len(others) + 1
+
+
+def test_results_that_are_logged_again_after_a_kill_are_in_the_store_once(plain: Bench) -> None:
+    context = with_heads(open_evaluation(load(str(plain.yaml)), None))
+    log = open_answer_log(context, "evaluate")
+    with tracked(context, log.run_id, log.path, {}) as context:
+        table = measure(context, log)
+        log_closing(context, table, log)
+    client = MlflowClient(store_uri(plain.folder), store_uri(plain.folder))
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    counts = {name: len(client.get_metric_history(run.info.run_id, name)) for run in runs for name in run.data.metrics}
+    assert len(counts) > 5 and set(counts.values()) == {1}
 
 
 def test_a_run_that_was_deleted_is_named_with_the_way_out(plain: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
