@@ -80,7 +80,7 @@ def _make_writable_room(parent: Path) -> None:
         free = shutil.disk_usage(parent).free
     except OSError as error:
         raise UserError(
-            f"{parent}: cannot be written ({error.strerror}); set EAGLE3_LAB_CACHE to a folder that can"
+            f"{parent}: cannot be written ({error.strerror}); set EAGLE3_LAB_CACHE to a folder that can be written"
         ) from None
     if free < NEEDED_BYTES:
         raise UserError(

@@ -460,9 +460,9 @@ def test_a_place_that_cannot_be_written_is_told_at_once(bench: Bench, tmp_path: 
     for name in ("taken/table.json", "taken/below/table.json", "link", "circle", "x" * 300 + "/table.json"):
         line = refused(bench, "--json", str(tmp_path / name), verb=verb)
         assert line.startswith(f"--json: {tmp_path / name} cannot be written ("), line
-        assert line.endswith("); name a file that can")
+        assert line.endswith("); name a file that can be written")
     line = refused(bench, "--json", str(tmp_path), verb=verb)
-    assert line == f"--json: {tmp_path} cannot be written; name a file that can"
+    assert line == f"--json: {tmp_path} cannot be written; name a file that can be written"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["circle", "link", "taken", "tiny.yaml"]
 
 

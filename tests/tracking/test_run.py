@@ -307,14 +307,14 @@ def free_port() -> int:
 def test_a_folder_that_is_a_file_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlruns").write_text("")
     with pytest.raises(
-        UserError, match=r"^tracking\.folder: .*mlruns cannot be written \(.*\); name a folder that can$"
+        UserError, match=r"^tracking\.folder: .*mlruns cannot be written \(.*\); name a folder that can be written$"
     ):
         open_run(Tracking(tmp_path / "mlruns"))
 
 
 def test_a_file_that_is_no_database_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to be read as one" * 40)
-    with pytest.raises(UserError, match=r"^tracking\.folder: .* \(file is not a database\); name a folder that can$"):
+    with pytest.raises(UserError, match=r"^tracking\.folder: .* \(file is not a database\); name a folder that can be written$"):
         open_run(Tracking(tmp_path))
 
 
