@@ -101,7 +101,8 @@ def _held(output: Path | None) -> AbstractContextManager[object]:
     try:
         return file_lock(place.with_name(f".{place.name}.lock"), busy)
     except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name a file that can be written") from None
+        reason = f"--output: {output} cannot be written ({error.strerror})"
+        raise UserError(f"{reason}; name a file that can be written") from None
 
 
 def _write(output: Path, file: Path, card: dict) -> None:

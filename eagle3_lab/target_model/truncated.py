@@ -95,7 +95,9 @@ class Truncated(LanguageModel):
                 self._run.tokenizer.save_pretrained(making)
                 os.replace(making, folder)
         except OSError as error:
-            raise UserError(f"{folder}: cannot be written ({error.strerror}); name a place that can") from None
+            raise UserError(
+                f"{folder}: cannot be written ({error.strerror}); name a folder that can be written"
+            ) from None
 
 
 def _tables(model: transformers.PreTrainedModel) -> tuple[nn.Module, nn.Module]:

@@ -351,7 +351,8 @@ def _open_store(folder: Path, run_id: str | None = None) -> tuple[mlflow.trackin
         end_abandoned(where, but=run_id)
         return _client(where / "mlflow.db"), where
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"tracking.folder: {folder} cannot be written ({error}); name a folder that can be written") from None
+        reason = f"tracking.folder: {folder} cannot be written ({error})"
+        raise UserError(f"{reason}; name a folder that can be written") from None
     except (MlflowException, SQLAlchemyError) as error:  # the second from a disk that is full
         reason, advice = _reason(error), "make room, or name another folder"
         if versions := re.search(r"schema \(found version (\w+), but expected (\w+)\)", reason):

@@ -449,7 +449,7 @@ def test_a_table_that_cannot_be_written_is_told_after_everything_is_kept(
     monkeypatch.setattr(os, "replace", full)
     ran = bench.run("fit", "--json", str(place))
     assert (ran.code, ran.out) == (2, fitted.out)
-    assert ran.complaints == [f"{place}: cannot be written (No space left on device); name a place that can"]
+    assert ran.complaints == [f"{place}: cannot be written (No space left on device); name a file that can be written"]
 
 
 @pytest.mark.parametrize("verb", ["fit", "evaluate", "bench decode", "bench train", "bench prepare"])

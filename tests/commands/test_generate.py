@@ -285,12 +285,12 @@ def test_a_head_of_another_setting_is_not_taken_for_this_one(trained: Path, caps
 
 
 def test_the_sampling_law_is_the_evaluations_unless_a_temperature_is_given(untrained: Path) -> None:
-    from eagle3_lab.commands.generate import _law
+    from eagle3_lab.commands.generate import _sampling
 
     experiment = load(
         str(untrained),
         "evaluate.laws=" + json.dumps({"half": {"class_path": "SamplingLaw", "init_args": {"temperature": 0.5}}}),
     )
-    assert _law(experiment, None).temperature == 0.5
-    assert _law(experiment, 0.0).temperature == 0.0
-    assert _law(load(str(untrained)), None).temperature == 0.0
+    assert _sampling(experiment, None).temperature == 0.5
+    assert _sampling(experiment, 0.0).temperature == 0.0
+    assert _sampling(load(str(untrained)), None).temperature == 0.0

@@ -314,7 +314,8 @@ def test_a_folder_that_is_a_file_costs_one_line(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to be read as one" * 40)
-    with pytest.raises(UserError, match=r"^tracking\.folder: .* \(file is not a database\); name a folder that can be written$"):
+    message = r"^tracking\.folder: .* \(file is not a database\); name a folder that can be written$"
+    with pytest.raises(UserError, match=message):
         open_run(Tracking(tmp_path))
 
 
