@@ -58,6 +58,10 @@ class Stage:
         if self._clock() - self._shown >= (TERMINAL_EVERY if self._terminal else LOG_EVERY):
             self._show()
 
+    def note(self, text: str) -> None:
+        """Write a line of its own."""
+        self._write(f"{self.name}: {text}", last=True)
+
     def begin_at(self, done: int, total: int) -> None:
         """Set the units that were done before this stage began, as in a run that is continued, and the total. The rate
         and the time left count later units alone."""

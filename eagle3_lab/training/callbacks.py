@@ -1,4 +1,4 @@
-"""What the lab tells Lightning's trainer: how training is reported, and how it is interrupted."""
+"""Callbacks of every training: its progress, its checkpoints, and how it is interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -16,28 +16,55 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
-from eagle3_lab.system.progress import Stage
+from eagle3_lab.system.progress import Stage, duration
 from eagle3_lab.system.signals import AT_ONCE, Terminated
 from eagle3_lab.training.checkpoint import ADVICE, NotFinite
 from eagle3_lab.training.fsdp import Sharded
 from eagle3_lab.training.module import DraftModule
 from eagle3_lab.types import Batch
 
+TIMED_STEPS = 2
+LONG_S, SHORT_S = 20 * 60, 10 * 60
+
 
 class Reporter(Callback):
-    """Tells a stage how training goes."""
+    """Report a training's progress to its stage. Behind the first steps, of which the very first warms up and is not
+    timed, report how long the training will take on this machine; of a long one, also how many steps take 10 minutes.
 
-    def __init__(self, progress: Stage) -> None:
-        self._stage = progress
+    Args:
+        progress: the stage.
+        clock: returns seconds that never decrease.
+    """
+
+    def __init__(self, progress: Stage, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stage, self._clock = progress, clock
+        self._first = 0
+        self._started: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stage.begin_at(trainer.global_step, int(trainer.estimated_stepping_batches))
+        self._first = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         steps = trainer.global_step - self._stage.done
         self._stage.advance(steps, tokens=int((batch.document >= 0).sum()))
+        new_steps = trainer.global_step - self._first
+        if steps and new_steps == 1:
+            self._started = self._clock()
+        elif steps and new_steps == 1 + TIMED_STEPS and self._started is not None:
+            self._stage.note(self._expected((self._clock() - self._started) / TIMED_STEPS))
+
+    def _expected(self, step_s: float) -> str:
+        """Return in words how long the rest takes. ``step_s``: seconds of a step."""
+        assert self._stage.total is not None
+        seconds = step_s * (self._stage.total - self._stage.done)
+        text = f"{duration(step_s)} a step on this machine, {duration(seconds)} for the rest"
+        steps = int(SHORT_S / step_s)
+        if seconds <= LONG_S or self._first or steps < 1:
+            return text
+        return f"{text}; with --trainer.max_steps {steps} a shorter training takes {duration(steps * step_s)}"
 
 
 class Finite(Callback):

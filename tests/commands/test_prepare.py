@@ -487,7 +487,7 @@ def test_the_sources_of_the_papers_and_all_evaluation_sets_are_there() -> None:
             ["--data.path", "x.jsonl"],
             r"data\.path: 'x\.jsonl', but there is a prepare section; set",
         ),
-        (["--prepare", "null"], r"data\.path: 'prepared', but there is no prepare section"),
+        (["--prepare", "null"], r"data\.path: 'prepared', but the experiment has no prepare section"),
         (["--prepare.rows", "0"], r"prepare\.rows must be >= 1, got 0"),
         (["--prepare.prompts.path", "none.jsonl"], r"no file none\.jsonl"),
         (
