@@ -83,7 +83,7 @@ def make_module(tiny_target: HFTarget, data: ConversationData) -> Callable[..., 
 
 
 def read(name: str) -> Experiment:
-    small = {"hass": [START], "sps": [("model.draft.layers", "2")]}  # the tiny target has four layers
+    small = {"hass_stage2": [START], "sps": [("model.draft.layers", "2")]}  # the tiny target has four layers
     overrides = small.get(name, [])
     return build(check(compose(FOLDER / f"{name}.yaml", overrides), Experiment))
 
@@ -97,7 +97,7 @@ def keep(module: DraftModule, target: HFTarget, path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_reads_back_as_itself(name: str, tmp_path: Path) -> None:
-    first = check(compose(FOLDER / f"{name}.yaml", [START] if name == "hass" else []), Experiment)
+    first = check(compose(FOLDER / f"{name}.yaml", [START] if name == "hass_stage2" else []), Experiment)
     (tmp_path / "again.yaml").write_text(first.yaml)
     again = check(compose(tmp_path / "again.yaml"), Experiment)
     assert again.yaml == first.yaml
@@ -147,7 +147,7 @@ def test_an_experiment_without_a_head_is_measured_on_a_tiny_target(
 
 
 def test_hass_differs_from_eagle_in_its_unroll_and_its_losses_alone() -> None:
-    eagle, hass = (check(compose(FOLDER / f"{name}.yaml"), Experiment).plain for name in ("eagle", "hass_stage1"))
+    eagle, hass = (check(compose(FOLDER / f"{name}.yaml"), Experiment).plain for name in ("eagle", "hass"))
     assert {key for key in eagle if eagle[key] != hass[key]} == {"name", "model"}
     one, other = eagle["model"]["init_args"], hass["model"]["init_args"]
     assert {key for key in one if one[key] != other[key]} == {"unroll", "losses"}
@@ -243,11 +243,11 @@ def test_each_step_batch_and_rank_draws_noise_of_its_own_again_and_again(
 def test_a_second_stage_goes_on_from_the_firsts_weights(
     make_module: Callable[..., DraftModule], tiny_target: HFTarget, tmp_path: Path
 ) -> None:
-    first = make_module("hass_stage1")
+    first = make_module("hass")
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.add_(1.0)
-    second = make_module("hass", start=keep(first, tiny_target, tmp_path / "first.ckpt"))
+    second = make_module("hass_stage2", start=keep(first, tiny_target, tmp_path / "first.ckpt"))
     torch.testing.assert_close(dict(second.named_parameters()), dict(first.named_parameters()))
 
 
@@ -266,13 +266,13 @@ def test_a_start_of_another_family_is_refused_in_one_line(
 ) -> None:
     path = keep(make_module("eagle3"), tiny_target, tmp_path / "eagle3.ckpt")
     with pytest.raises(UserError) as told:
-        make_module("hass", start=path)
+        make_module("hass_stage2", start=path)
     assert str(told.value) == (
         f"command line: model.start: {path}: holds Eagle3 on FusedFeature, the experiment has Eagle1 on TopFeature; "
         "use a YAML with the same model.draft and model.features"
     )
     with pytest.raises(UserError, match=r"no file .*missing\.ckpt"):
-        make_module("hass", start=tmp_path / "missing.ckpt")
+        make_module("hass_stage2", start=tmp_path / "missing.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Model:
             compiler (for C++ on a CPU).
         noise: disturbs the states that the draft reads, in training; null: none.
         start: a head of the same parts to go on from, its draft vocabulary included: the experiment that trained it,
-            without its ending, such as ``experiments/hass_stage1``, or a ``draft.ckpt``; null:
+            without its ending, such as ``experiments/hass``, or a ``draft.ckpt``; null:
             weights drawn from the seed.
         public: a public EAGLE-3 head to go on from instead, or to measure as it is: a folder or hub id in the layout of
             EAGLE, SpecForge or SGLang.

@@ -47,10 +47,10 @@ def test_a_beginning_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "draft.ckpt").write_bytes(b"read later")
     target = object.__new__(HFTarget)  # a checkpoint's place needs none
-    experiment = load("experiments/hass.yaml", "model.start=~/draft.ckpt")
+    experiment = load("experiments/hass_stage2.yaml", "model.start=~/draft.ckpt")
     place = start_head(experiment, target)
     assert place is not None and place.path == tmp_path / "draft.ckpt"
-    experiment = load("experiments/hass.yaml", "model.start=~nobody-of-this-name/draft.ckpt")
+    experiment = load("experiments/hass_stage2.yaml", "model.start=~nobody-of-this-name/draft.ckpt")
     with pytest.raises(
         UserError, match=r"^command line: model\.start: ~nobody-of-this-name/draft\.ckpt: is no path here"
     ):
