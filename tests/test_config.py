@@ -393,7 +393,10 @@ def test_a_part_in_short_form_is_the_one_in_long_form(lab: Path, short: str, lon
 
 
 def test_the_short_form_stands_wherever_a_part_does(lab: Path) -> None:
-    edit("  dtype", "  table: {One: {ToySoft: {weight: 2.0}}, two: ToySoft}\n  grow:\n    ToyDynamic: {nodes: 3}\n  dtype")
+    edit(
+        "  dtype",
+        "  table: {One: {ToySoft: {weight: 2.0}}, two: ToySoft}\n  grow:\n    ToyDynamic: {nodes: 3}\n  dtype",
+    )
     edit('  - {class_path: ToySoft, init_args: {weight: 0.5, decay: "${let.decay}"}}', "  - ToySoft: {weight: 0.5}")
     (lab / "experiments/common/features.yaml").write_text("ToyFused:\n  hidden: 3\n")
     words = ("model.losses.0.weight=4.0", "model.grow.depth=2", "model.features.hidden=5", "model.table.One.weight=6.0")
