@@ -243,7 +243,7 @@ def test_each_step_batch_and_rank_draws_noise_of_its_own_again_and_again(
 def test_a_second_stage_goes_on_from_the_firsts_weights(
     make_module: Callable[..., DraftModule], tiny_target: HFTarget, tmp_path: Path
 ) -> None:
-    first = make_module("hass")
+    first = make_module("hass_stage1")
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.add_(1.0)

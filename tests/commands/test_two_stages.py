@@ -45,7 +45,7 @@ def told(*words: str) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def first(tiny: TinyLab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first stage's head, read off what ``fit`` says at its end."""
-    code, out, err = run("hass", tiny, tmp_path_factory.mktemp("first"))
+    code, out, err = run("hass_stage1", tiny, tmp_path_factory.mktemp("first"))
     assert code == 0, err
     named = re.search(r"^checkpoint: (\S+)$", out, flags=re.MULTILINE)
     assert named is not None
@@ -72,7 +72,7 @@ def test_without_the_first_stages_head_it_says_what_is_missing(tiny: TinyLab, tm
     assert (code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if "model.start" in line]
     assert f"trains for target 'embedded', this is '{tiny.target}'" in line
-    code, out, err = run("hass_stage2", tiny, tmp_path, "--model.start", "experiments/hass.yaml")
+    code, out, err = run("hass_stage2", tiny, tmp_path, "--model.start", "experiments/hass_stage1.yaml")
     assert (code, out) == (2, "")
     (named,) = [line for line in err.splitlines() if "model.start" in line]
     assert named.startswith("command line: model.start: "), "a name with its ending is no content"
@@ -93,8 +93,8 @@ def test_a_head_of_another_family_is_refused_in_one_line(first: Path, tiny: Tiny
 
 def test_a_stage_names_the_experiment_it_goes_on_from(tiny: TinyLab, tmp_path: Path) -> None:
     stage1, stage2 = tmp_path / "stage1.yaml", tmp_path / "stage2.yaml"
-    stage1.write_text(run_file("hass", tiny))
-    stage2.write_text(run_file("hass_stage2", tiny).replace("experiments/hass", str(stage1.with_suffix(""))))
+    stage1.write_text(run_file("hass_stage1", tiny))
+    stage2.write_text(run_file("hass_stage2", tiny).replace("experiments/hass_stage1", str(stage1.with_suffix(""))))
     store = f"--tracking.folder={tmp_path}"
     code, _, err = told("fit", str(stage2), store)
     assert code == 2
@@ -111,4 +111,4 @@ def test_a_stage_names_the_experiment_it_goes_on_from(tiny: TinyLab, tmp_path: P
 
 def test_the_first_command_stands_at_the_files_head() -> None:
     head = (EXPERIMENTS / "hass_stage2.yaml").read_text().partition("\nname:")[0]
-    assert "fit experiments/hass.yaml" in head
+    assert "fit experiments/hass_stage1.yaml" in head
