@@ -150,7 +150,7 @@ def test_what_cannot_be_kept_is_told_before_training(bench: Bench, monkeypatch: 
         (("--features.threads", "65"), "features.threads must be within 0 .. 64, got 65"),
         (("--features.layers", "[1, 1]"), "features.layers must differ from each other, got [1, 1]"),
         (("--features.dtype", "int8"), "features.dtype"),
-        ((*STORED, "--model.mask", "official", "--model.edge", "counted"), "features: model.edge 'counted' is taught"),
+        ((*STORED, "--model.mask", "official", "--model.edge", "counted"), "features: model.edge 'counted' needs rows"),
     ):
         ran = bench.run("fit", "--dry-run", *words)
         assert (ran.code, ran.out) == (2, "")
