@@ -68,4 +68,4 @@ def test_without_a_head_it_says_how_to_get_one(bench: Bench) -> None:
 def test_without_its_section_it_says_what_is_missing(bench: Bench) -> None:
     ran = bench.run("evaluate", "--evaluate", "null")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.complaints == ["evaluate: the experiment has no such section; say which tasks and methods"]
+    assert ran.complaints == ["evaluate: the experiment has no such section; add it, with its tasks and methods"]
