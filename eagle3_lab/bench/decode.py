@@ -66,7 +66,7 @@ def bench_decode(
     """
     evaluation = experiment.evaluate
     if evaluation is None:
-        raise UserError("evaluate: the experiment has no such section; say which tasks and methods")
+        raise UserError("evaluate: the experiment has no such section; add it, with its tasks and methods")
     for name, value in (("prompts", prompts), ("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UserError(f"--{name}: must be >= 1, got {value}")
