@@ -12,12 +12,12 @@ import torch
 from tiny import write_target
 
 from eagle3_lab import seeds
-from eagle3_lab.commands.generate import Speaker
 from eagle3_lab.data.tasks import Task
 from eagle3_lab.decode.methods import PromptLookup, Vanilla
 from eagle3_lab.decode.sampling import SamplingLaw
 from eagle3_lab.decode.verify import ExactVerifier
 from eagle3_lab.evaluation.runner import Contestant, Evaluation, _Player, measure
+from eagle3_lab.pipeline.chat_session import ChatSession
 from eagle3_lab.target_model.hf_target import HFTarget
 from eagle3_lab.target_model.loading import TargetChoice
 
@@ -81,10 +81,10 @@ def test_no_two_draws_of_an_evaluation_start_from_one_seed_but_those_of_methods_
 def test_the_answers_of_a_chat_agree_no_more_than_by_chance(flat: HFTarget) -> None:
     def said() -> list[tuple[int, ...]]:
         proposer = Vanilla().proposer(flat.spec, None)
-        speaker = Speaker(
+        session = ChatSession(
             flat, proposer, SamplingLaw(1.0), ExactVerifier(), name="vanilla", max_new_tokens=TOKENS, seed=3
         )
-        return [speaker.answer(text).tokens for text in ("ab", "cd")]
+        return [session.answer(text).tokens for text in ("ab", "cd")]
 
     first, second = said()
     assert agreement(first, second) < 0.5
