@@ -34,8 +34,16 @@ class JsonLines:
         self._flushed = time.monotonic()
 
     def read(self, is_record: Callable[[Any], bool] = lambda value: True) -> list[Any]:
-        """Return the records. The first line that is incomplete, no JSON or no record, and all lines behind it, are
-        removed from the file. Raises UserError."""
+        """Return the records. A last line without its end, which a kill left, is removed from the file; so is the first
+        line that is no record, with all lines behind it.
+
+        Args:
+            is_record: of the value of a complete line, or of its bytes where it is no JSON. By default every line is a
+                record, so that the caller refuses what it cannot read, and no complete line is removed.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         records: list[Any] = []
         size = 0
         try:
@@ -44,7 +52,7 @@ class JsonLines:
                 try:
                     value = json.loads(line)
                 except ValueError:
-                    break
+                    value = line
                 if not is_record(value):
                     break
                 records.append(value)

@@ -60,15 +60,19 @@ def test_a_line_torn_at_any_byte_costs_that_line_alone(tmp_path: Path) -> None:
     assert list(AnswerLog(path).known) == [FIRST]
 
 
-@pytest.mark.parametrize("line", ["[]", "{}", '{"law": "T0", "task": "chat", "prompt": 0, "answers": {"a": [{}]}}'])
+@pytest.mark.parametrize(
+    "line", ["no JSON", "[]", "{}", '{"law": "T0", "task": "chat", "prompt": 0, "answers": {"a": [{}]}}']
+)
 def test_a_whole_line_that_is_no_answer_is_named(tmp_path: Path, line: str) -> None:
     path = begun(tmp_path / "answers.jsonl").path
-    path.write_text(path.read_text() + line + "\n")
+    damaged = path.read_text() + line + "\n"
+    path.write_text(damaged)
     with pytest.raises(
         UserError, match=r"answers\.jsonl:3: is not a response of an evaluation; remove the file"
     ) as told:
         AnswerLog(path)
     assert "\n" not in str(told.value)
+    assert path.read_text() == damaged, "no response that is there is removed"
 
 
 def test_a_place_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
