@@ -129,10 +129,10 @@ def open_append_log(path: Path) -> Iterator[AppendLog]:
             path.touch()
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); {ADVICE}") from None
-    try:
-        with locked:
+    with locked:
+        try:
             if finished:
                 raise UserError(f"{path}: another process has just finished the same work; run again to use its result")
             yield AppendLog(path)
-    finally:
-        lock.unlink(missing_ok=True)
+        finally:
+            lock.unlink(missing_ok=True)  # while it is locked: afterwards it may be another process's
