@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ablation_toys import Toy
 
-from eagle3_lab.ablation import schedule
+from eagle3_lab.ablation import ablate, schedule
 from eagle3_lab.ablation.plan import Ablation, Cell
 from eagle3_lab.ablation.schedule import Failure, Schedule, cell_command, failure, remember
 
@@ -52,6 +52,15 @@ def test_a_failed_cell_is_left_alone_until_it_is_asked_for(toy: Toy, monkeypatch
     assert "failed: no room" in ran.out
     monkeypatch.setattr(Schedule, "run", lambda self, cells: None)
     assert toy.run("ablate", "--retry-failed").code == 0
+
+
+def test_all_cells_with_one_seed_run_before_the_next_seed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.change("cells:", "seeds: [1, 0]\ncells:")
+    order: list[str] = []
+    monkeypatch.setattr(Schedule, "run", lambda self, cells: order.extend(cell.title for cell in cells))
+    monkeypatch.setattr(ablate, "run_cell", lambda ablation, cell: None)
+    toy.run("ablate")
+    assert order == ["deep-1", "flat-1", "deep-0", "flat-0"]
 
 
 def test_several_run_at_a_time_with_logs_of_their_own(toy: Toy, tmp_path: Path) -> None:
